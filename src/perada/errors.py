@@ -1,0 +1,20 @@
+"""The two ways work can fail. The command line turns them into one line and an exit code."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class InputError(Exception):
+    """The user asked for something impossible; the message says what to do. Exit code 2."""
+
+
+class RunError(Exception):
+    """Work started and could not finish; the message says what was saved. Exit code 1."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
+    """`unknown method 'perda': did you mean 'perada'?`, or the list of what there is."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
+    return InputError(f"unknown {kind} {name!r}: {hint}")

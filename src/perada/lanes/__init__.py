@@ -1,0 +1,53 @@
+"""Folding: K copies of what is trained, one pass through what is frozen.
+
+Knows nothing of federated learning. See docs/architecture.md.
+"""
+
+from .convert import adapt, default_groups
+from .layers import (
+    LaneBatchNorm,
+    LaneConv2d,
+    LaneDropout,
+    LaneLayerNorm,
+    LaneLinear,
+    Norm,
+    ResidualAdapter,
+)
+from .model import NOTHING, Group, LaneModel
+from .random import fold, key_of, rng_of, uniform
+from .state import State, gather, mean, merge, repeat, scatter, split, stack
+from .train import Batch, Batches, Loss, Options, Pull, Result, sgd
+
+__all__ = [
+    "NOTHING",
+    "Batch",
+    "Batches",
+    "Group",
+    "LaneBatchNorm",
+    "LaneConv2d",
+    "LaneDropout",
+    "LaneLayerNorm",
+    "LaneLinear",
+    "LaneModel",
+    "Loss",
+    "Norm",
+    "Options",
+    "Pull",
+    "ResidualAdapter",
+    "Result",
+    "State",
+    "adapt",
+    "default_groups",
+    "fold",
+    "gather",
+    "key_of",
+    "mean",
+    "merge",
+    "repeat",
+    "rng_of",
+    "scatter",
+    "sgd",
+    "split",
+    "stack",
+    "uniform",
+]

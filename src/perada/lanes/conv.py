@@ -1,0 +1,73 @@
+"""K different k×k convolutions over one folded batch, three ways, and the table that says which.
+
+The table was measured with `python benchmarks/conv_kernels.py`; its output is `benchmarks/conv_kernels.json`.
+Nothing is tuned at run time, so a run's kernels depend on its shapes alone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Kernel = Literal["loop", "grouped", "unfold"]
+
+
+def choose(device: str, out_pixels: int) -> Kernel:
+    """The fastest kernel by device and output size (pixels of one map).
+
+    CPU: few pixels leave a convolution too little to vectorise, and one batched product wins; from 8×8
+    on, K ordinary convolutions win. CUDA: see the JSON.
+    """
+    if device == "cuda":
+        return "grouped" if out_pixels > 4 else "unfold"
+    return "unfold" if out_pixels <= 16 else "loop"
+
+
+def lane_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int] = (1, 1),
+    kernel: Kernel | None = None,
+) -> Tensor:
+    """Lane k's images with lane k's weights.
+
+    x `[K·B, I, H, W]`, weight `[K, O, I, h, w]` -> `[K·B, O, H', W']`.
+    """
+    lanes = weight.shape[0]
+    if lanes == 1:
+        return F.conv2d(x, weight[0], None, stride, padding, dilation)
+    if weight.shape[3:] == (1, 1) and padding == (0, 0):
+        return lane_conv1x1(x[:, :, :: stride[0], :: stride[1]], weight.flatten(2))
+    out = [
+        (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[3 + i] - 1) - 1) // stride[i] + 1
+        for i in (0, 1)
+    ]
+    kernel = kernel or choose(x.device.type, out[0] * out[1])
+    if kernel == "loop":
+        parts = zip(x.chunk(lanes), weight.unbind(), strict=True)
+        return torch.cat([F.conv2d(a, w, None, stride, padding, dilation) for a, w in parts])
+    batch = x.shape[0] // lanes
+    if kernel == "grouped":
+        folded = x.unflatten(0, (lanes, batch)).transpose(0, 1).flatten(1, 2)
+        y = F.conv2d(folded, weight.flatten(0, 1), None, stride, padding, dilation, groups=lanes)
+        return y.unflatten(1, (lanes, -1)).transpose(0, 1).flatten(0, 1)
+    columns = F.unfold(x, (weight.shape[3], weight.shape[4]), dilation, padding, stride)
+    columns = columns.unflatten(0, (lanes, batch))  # [K, B, I·h·w, H'·W']
+    y = torch.einsum("koi,kbip->kbop", weight.flatten(2), columns)
+    return y.flatten(0, 1).unflatten(2, (out[0], out[1]))
+
+
+def lane_conv1x1(x: Tensor, weight: Tensor) -> Tensor:
+    """x `[K·B, I, H, W]`, weight `[K, O, I]`: one batched product over `[K, B·H·W, I]`."""
+    lanes, (height, width) = weight.shape[0], x.shape[2:]
+    if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
+        rows = x.permute(0, 2, 3, 1).reshape(lanes, -1, x.shape[1])
+        y = torch.bmm(rows, weight.transpose(1, 2))
+        return y.view(x.shape[0], height, width, -1).permute(0, 3, 1, 2)
+    y = torch.einsum("koi,kbip->kbop", weight, x.flatten(2).unflatten(0, (lanes, -1)))
+    return y.flatten(0, 1).unflatten(2, (height, width))

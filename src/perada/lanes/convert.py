@@ -1,0 +1,159 @@
+"""Any torch module -> a `LaneModel`, by replacing only what is trained or mixes samples."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .layers import LaneBatchNorm, LaneConv2d, LaneDropout, LaneLayerNorm, LaneLinear, ResidualAdapter
+from .model import Group, LaneModel
+from .random import key_of
+
+Groups = Callable[[nn.Module], Mapping[str, Group]]
+
+
+def adapt(
+    module: nn.Module,
+    *,
+    adapter: str | None = "residual",
+    trained: str | Iterable[str] = "adapter",
+    dropout: float = 0.3,
+    where: str | None = None,
+    groups: Groups | None = None,
+    head: str | None = None,
+    seed: int = 0,
+) -> LaneModel:
+    """Freeze `module`, insert adapters, and make what is trained lane-aware. `module` itself is not changed.
+
+    adapter: "residual" puts `x + Conv1x1(Dropout(BN(x)))` behind every 3×3 convolution inside a block;
+        None inserts nothing.
+    trained: a parameter group ("adapter", "full", "output", ...) or parameter names.
+    where: a regular expression for the convolutions that get an adapter, instead of that rule.
+    groups: computes the parameter groups; the default knows adapter, adapter_modules, batch_norm, output,
+        feature_extractor, full and everything.
+    head: the name of the prediction layer; default, the last linear layer.
+    """
+    module = copy.deepcopy(module)
+    head = head or _last_linear(module)
+    inert: frozenset[str] = frozenset()
+    if adapter == "residual":
+        inert = _insert(module, dropout, where, seed)
+    elif adapter is not None:
+        raise ValueError(f"unknown adapter {adapter!r}: known are 'residual' and None")
+    declared = groups(module) if groups else default_groups(module, head)
+    if isinstance(trained, str):
+        if trained not in declared:
+            raise ValueError(f"unknown parameter group {trained!r}; this model has {', '.join(declared)}")
+        names = declared[trained].params
+    else:
+        names = frozenset(trained)
+        missing = names - {n for n, _ in module.named_parameters()}
+        if missing:
+            raise ValueError(f"no such parameters: {', '.join(sorted(missing))}")
+    _replace(module, names)
+    return LaneModel(module, names, inert, declared)
+
+
+def _last_linear(module: nn.Module) -> str:
+    names = [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]
+    if not names:
+        raise ValueError("this module has no linear layer to serve as the head; name one with head=")
+    return names[-1]
+
+
+def _parent(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, last = name.rpartition(".")
+    return module.get_submodule(path), last
+
+
+def _insert(module: nn.Module, dropout: float, where: str | None, seed: int) -> frozenset[str]:
+    """Adapters behind the chosen convolutions; returns the names of the adapters' inert parameters."""
+    convs = [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Conv2d)
+        and (re.search(where, name) if where else layer.kernel_size == (3, 3) and "." in name)
+    ]
+    if not convs:
+        raise ValueError("no convolution takes an adapter here; name some with where=, or use adapter=None")
+    inert = set()
+    for name, layer in convs:
+        new = LaneConv2d.of(layer)
+        added = ResidualAdapter(layer.out_channels, dropout, f"{name}.adapter")
+        draw = torch.Generator().manual_seed(key_of(seed, name, "adapter") & (2**63 - 1))
+        nn.init.normal_(added.conv.weight, std=1e-4, generator=draw)
+        parent, last = _parent(module, name)
+        after = _norm_after(parent, layer)
+        if after is not None:  # the adapter sees what this norm saw in pretraining: start from its statistics
+            added.norm.running_mean.copy_(after.running_mean)  # type: ignore[arg-type]
+            added.norm.running_var.copy_(after.running_var)  # type: ignore[arg-type]
+        new.adapter = added
+        setattr(parent, last, new)
+        inert.add(f"{name}.adapter.norm.bias")  # the block's norm subtracts whatever constant it adds
+    return frozenset(inert)
+
+
+def _norm_after(parent: nn.Module, conv: nn.Conv2d) -> _BatchNorm | None:
+    children = list(parent.children())
+    following = children[children.index(conv) + 1] if conv is not children[-1] else None
+    fits = isinstance(following, _BatchNorm) and following.num_features == conv.out_channels
+    return following if fits else None
+
+
+def _replace(module: nn.Module, trained: frozenset[str]) -> None:
+    lane_aware = (LaneLinear, LaneConv2d, LaneBatchNorm, LaneLayerNorm, LaneDropout)
+    for name, layer in list(module.named_modules()):
+        owned = {f"{name}.{p}" if name else p for p, _ in layer.named_parameters(recurse=False)} & trained
+        if isinstance(layer, lane_aware):
+            continue
+        new: nn.Module | None = None
+        if isinstance(layer, _BatchNorm):
+            new = LaneBatchNorm.of(layer)
+        elif isinstance(layer, nn.Dropout):
+            new = LaneDropout(layer.p, name)
+        elif owned and isinstance(layer, nn.Linear):
+            new = LaneLinear.of(layer)
+        elif owned and isinstance(layer, nn.Conv2d):
+            new = LaneConv2d.of(layer)
+        elif owned and isinstance(layer, nn.LayerNorm):
+            new = LaneLayerNorm.of(layer)
+        elif owned:
+            kind = type(layer).__name__
+            raise ValueError(f"{', '.join(sorted(owned))}: a trained {kind} has no lane-aware form; keep it frozen")
+        if new is not None:
+            parent, last = _parent(module, name)
+            setattr(parent, last, new)
+
+
+def default_groups(module: nn.Module, head: str) -> dict[str, Group]:
+    """The groups any module has; a model family may declare more (the input layers of a ResNet)."""
+    params = [n for n, _ in module.named_parameters()]
+    buffers = [n for n, _ in module.named_buffers() if n.endswith(("running_mean", "running_var"))]
+    kinds = {n: m for n, m in module.named_modules() if isinstance(m, (_BatchNorm, LaneBatchNorm, nn.LayerNorm))}
+
+    def owner(name: str) -> str:
+        return name.rpartition(".")[0]
+
+    added = frozenset(n for n in params if ".adapter." in n)
+    everything = Group(frozenset(params), frozenset(buffers))
+    modules = Group(added, frozenset(n for n in buffers if ".adapter." in n))
+    full = everything - modules
+    output = Group(frozenset(n for n in params if owner(n) == head), frozenset())
+    norms = frozenset(n for n in full.params if owner(n) in kinds and "downsample" not in n)
+    # Where batch norms are personal every norm's statistics are, the (uncounted) downsample norms' too.
+    layer_norms = frozenset(n for n in norms if isinstance(kinds[owner(n)], nn.LayerNorm))
+    batch_norm = Group(norms - layer_norms, full.buffers)
+    return {
+        "full": full,
+        "adapter": Group(added | norms | output.params, everything.buffers),
+        "adapter_modules": modules,
+        "output": output,
+        "batch_norm": batch_norm,
+        "feature_extractor": full - output,
+        "everything": everything,
+    }

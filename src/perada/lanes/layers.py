@@ -1,0 +1,187 @@
+"""Lane-aware layers: the few that are trained or that mix samples.
+
+Activations are `[K·B, ...]`, lane-major. A layer learns K from its own tensors: a tensor with one more
+dimension than the layer's template carries lanes, one without is frozen and shared. With no lanes at all
+every layer is its ordinary torch counterpart, so a module with one lane loaded is a plain module.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .conv import lane_conv2d
+from .random import fold, keep_mask, key_of
+
+Norm = Literal["train", "batch", "running"]
+"""How batch norm normalises: with the batch's statistics and keep running ones (train), with the batch's
+and keep nothing (batch), with the running ones (running)."""
+
+
+class LaneLinear(nn.Linear):
+    """weight `[K, out, in]` and bias `[K, out]`, or frozen ones without K."""
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> LaneLinear:
+        new = cls(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        new.weight, new.bias = layer.weight, layer.bias
+        return new
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dim() == 2:
+            return super().forward(x)
+        lanes = self.weight.shape[0]
+        rows = x.reshape(lanes, -1, x.shape[-1])
+        if self.bias is None:
+            y = torch.bmm(rows, self.weight.transpose(1, 2))
+        else:
+            y = torch.baddbmm(self.bias.unsqueeze(1), rows, self.weight.transpose(1, 2))
+        return y.reshape(*x.shape[:-1], -1)
+
+
+class LaneConv2d(nn.Conv2d):
+    """weight `[K, O, I, h, w]` or frozen; an `adapter`, if there is one, is applied to the output."""
+
+    adapter: nn.Module | None
+
+    @classmethod
+    def of(cls, layer: nn.Conv2d) -> LaneConv2d:
+        if layer.groups != 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+            raise ValueError("a trained or adapted convolution needs groups=1 and numeric zero padding")
+        new = cls(
+            layer.in_channels,
+            layer.out_channels,
+            layer.kernel_size,  # type: ignore[arg-type]
+            layer.stride,  # type: ignore[arg-type]
+            layer.padding,  # type: ignore[arg-type]
+            layer.dilation,  # type: ignore[arg-type]
+            bias=layer.bias is not None,
+            device="meta",
+        )
+        new.weight, new.bias, new.adapter = layer.weight, layer.bias, None
+        return new
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dim() == 4:
+            y = super().forward(x)
+        else:
+            y = lane_conv2d(x, self.weight, self.stride, self.padding, self.dilation)  # type: ignore[arg-type]
+            if self.bias is not None:
+                y = (y.unflatten(0, (self.bias.shape[0], -1)) + self.bias[:, None, :, None, None]).flatten(0, 1)
+        return y if self.adapter is None else self.adapter(y)
+
+
+class LaneBatchNorm(nn.Module):
+    """Batch norm over `[K·B, C, ...]` with statistics per lane.
+
+    Running statistics `[K, C]` are a lane's own even where weight and bias `[C]` are frozen.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, channels: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+        self.eps, self.momentum = eps, momentum
+        self.mode: Norm = "train"
+
+    @classmethod
+    def of(cls, layer: nn.modules.batchnorm._BatchNorm) -> LaneBatchNorm:
+        if layer.momentum is None or layer.running_mean is None or not layer.affine:
+            raise ValueError("a batch norm without affine, running statistics or momentum has no lane-aware form")
+        new = cls(layer.num_features, layer.eps, layer.momentum)
+        new.weight, new.bias = layer.weight, layer.bias
+        new.running_mean, new.running_var = layer.running_mean, layer.running_var  # type: ignore[assignment]
+        return new
+
+    def train(self, mode: bool = True) -> LaneBatchNorm:
+        self.mode = "train" if mode else "running"
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.running_mean.dim() == 1:
+            return self._normalise(x, self.running_mean, self.running_var, self.weight, self.bias)
+        lanes, channels = self.running_mean.shape
+        # F.batch_norm keeps statistics per channel: K lanes of C channels are K·C channels.
+        wide = x.unflatten(0, (lanes, -1)).transpose(0, 1).flatten(1, 2)  # [B, K·C, ...]
+        y = self._normalise(
+            wide,
+            self.running_mean.view(-1),
+            self.running_var.view(-1),
+            self.weight.expand(lanes, channels).reshape(-1),
+            self.bias.expand(lanes, channels).reshape(-1),
+        )
+        return y.unflatten(1, (lanes, channels)).transpose(0, 1).flatten(0, 1)
+
+    def _normalise(self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if self.mode == "running":
+            return F.batch_norm(x, mean, var, weight, bias, False, self.momentum, self.eps)
+        if self.mode == "batch":
+            return F.batch_norm(x, None, None, weight, bias, True, self.momentum, self.eps)
+        return F.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)
+
+
+class LaneLayerNorm(nn.LayerNorm):
+    """weight and bias `[K, *shape]`, or frozen ones."""
+
+    @classmethod
+    def of(cls, layer: nn.LayerNorm) -> LaneLayerNorm:
+        new = cls(layer.normalized_shape, layer.eps, bias=layer.bias is not None)  # type: ignore[arg-type]
+        new.weight, new.bias = layer.weight, layer.bias
+        return new
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dim() == len(self.normalized_shape):
+            return super().forward(x)
+        lanes = self.weight.shape[0]
+        y = F.layer_norm(x, self.normalized_shape, None, None, self.eps).unflatten(0, (lanes, -1))
+        middle = [1] * (y.dim() - 1 - len(self.normalized_shape))
+        y = y * self.weight.reshape(lanes, *middle, *self.normalized_shape)
+        if self.bias is not None:
+            y = y + self.bias.reshape(lanes, *middle, *self.normalized_shape)
+        return y.flatten(0, 1)
+
+
+class LaneDropout(nn.Module):
+    """Dropout whose draws are a hash of (the lane's key, this layer's salt, the element's place in its lane).
+
+    `key` is handed over like a parameter, int64 `[K]`; without lanes it is ordinary dropout.
+    """
+
+    key: Tensor
+
+    def __init__(self, p: float, name: str = "") -> None:
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), not {p}")
+        self.p, self.salt = p, key_of(name, "layer") & 0xFFFFFFFF
+        self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.key.dim() == 0 or self.p == 0.0:
+            return F.dropout(x, self.p, self.training)
+        keys = fold(self.key, self.salt)
+        keep = keep_mask(keys, x.numel() // keys.shape[0], self.p).view(x.shape)
+        return x * keep * (1.0 / (1.0 - self.p))
+
+
+class ResidualAdapter(nn.Module):
+    """`x + Conv1x1(Dropout(BN(x)))`, the identity up to 1e-4 when new (SPEC, section 4)."""
+
+    def __init__(self, channels: int, dropout: float, name: str) -> None:
+        super().__init__()
+        self.norm = LaneBatchNorm(channels)
+        self.dropout = LaneDropout(dropout, f"{name}.dropout")
+        conv = nn.Conv2d(channels, channels, 1, bias=False, device="meta")
+        conv.weight = nn.Parameter(torch.zeros(channels, channels, 1, 1))  # drawn by adapt(), from its seed
+        self.conv = LaneConv2d.of(conv)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(self.dropout(self.norm(x)))

@@ -1,0 +1,116 @@
+"""A module whose trained tensors are handed over at each call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .layers import LaneBatchNorm, LaneDropout, Norm
+from .state import State, repeat
+
+
+@dataclass(frozen=True)
+class Group:
+    """A named part of a model: which parameters, and which buffers (running statistics) follow them."""
+
+    params: frozenset[str]
+    buffers: frozenset[str]
+
+    def __or__(self, other: Group) -> Group:
+        return Group(self.params | other.params, self.buffers | other.buffers)
+
+    def __sub__(self, other: Group) -> Group:
+        return Group(self.params - other.params, self.buffers - other.buffers)
+
+
+NOTHING = Group(frozenset(), frozenset())
+
+
+class LaneModel:
+    """Frozen weights inside, lanes from outside: `model(state, images)`.
+
+    `trained` names the parameters a lane owns; every batch norm's running statistics are a lane's own too.
+    `inert` names trained parameters whose gradient is zero by construction: they are counted, sent and
+    stored, but no optimiser moves them (on rounding noise, which is all they would see).
+    """
+
+    def __init__(
+        self, module: nn.Module, trained: frozenset[str], inert: frozenset[str], groups: Mapping[str, Group]
+    ) -> None:
+        self.module = module.eval().requires_grad_(False)
+        self.groups = dict(groups)
+        self.inert = inert & trained
+        self._norms = [m for m in module.modules() if isinstance(m, LaneBatchNorm)]
+        self._dropouts = [f"{n}.key" for n, m in module.named_modules() if isinstance(m, LaneDropout)]
+        self._params = [n for n, _ in module.named_parameters() if n in trained]
+        self._buffers = [
+            f"{n}.{b}"
+            for n, m in module.named_modules()
+            if isinstance(m, LaneBatchNorm)
+            for b in ("running_mean", "running_var")
+        ]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> LaneModel:
+        self.module.to(device=device, dtype=dtype)
+        return self
+
+    def initial(self) -> State:
+        """One lane with the values the module holds now."""
+        params, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
+        return State(
+            {n: params[n].detach().clone().unsqueeze(0) for n in self._params},
+            {n: buffers[n].detach().clone().unsqueeze(0) for n in self._buffers},
+        )
+
+    def load(self, state: State) -> None:
+        """Write one lane back into the module: what is not handed over at a call is taken from here."""
+        held = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        for source in (state.params, state.buffers):
+            for name, tensor in source.items():
+                held[name].copy_(tensor[0])
+
+    def group(self, name: str) -> Group:
+        if name not in self.groups:
+            raise KeyError(f"this model has no parameter group {name!r}; it has {', '.join(self.groups)}")
+        return self.groups[name]
+
+    def holds(self, state: State) -> bool:
+        """Whether the state is a whole model (it may be just a shared part)."""
+        return state.params.keys() >= set(self._params) and state.buffers.keys() >= set(self._buffers)
+
+    def __call__(
+        self, state: State, images: Tensor, norm: Norm = "running", dropout: Tensor | None = None
+    ) -> Tensor:
+        """images `[K·B, ...]`, lane-major -> logits `[K, B, classes]`.
+
+        `dropout` holds the lanes' keys, int64 `[K]`; None turns dropout off. With norm="train" the running
+        statistics in `state.buffers` are updated in place.
+        """
+        for layer in self._norms:
+            layer.mode = norm
+        tensors = {**state.params, **state.buffers}
+        if dropout is not None:
+            tensors.update(dict.fromkeys(self._dropouts, dropout))
+        logits: Tensor = functional_call(self.module, tensors, (images,))
+        return logits.unflatten(0, (state.lanes, -1))
+
+    def plain(self, state: State) -> nn.Module:
+        """A stand-alone torch module (a copy, in eval mode) with this one lane in place."""
+        module = copy.deepcopy(self.module)
+        held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for source in (state.params, state.buffers):
+            for name, tensor in source.items():
+                held[name].copy_(tensor[0])
+        return module.eval()
+
+    def repeated(self, lanes: int) -> State:
+        return repeat(self.initial(), lanes)

@@ -1,0 +1,118 @@
+"""A lane state: what is trained, as data.
+
+A lane is one independent copy of the trained tensors. A `State` holds K lanes as two flat
+dictionaries, name -> `[K, ...]`: parameters (optimised) and buffers (batch-norm running statistics,
+which follow the parameters of their module but are never optimised).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class State:
+    """K lanes. Every tensor is `[K, ...]`; K may be 1 (the server's adapter) or the size of a cohort."""
+
+    params: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def lanes(self) -> int:
+        """K; 0 for a state that holds nothing."""
+        for tensor in self.tensors():
+            return int(tensor.shape[0])
+        return 0
+
+    def tensors(self) -> Iterable[Tensor]:
+        yield from self.params.values()
+        yield from self.buffers.values()
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> State:
+        """Apply `fn` to every tensor."""
+        return State({n: fn(t) for n, t in self.params.items()}, {n: fn(t) for n, t in self.buffers.items()})
+
+    def only(self, params: Iterable[str], buffers: Iterable[str]) -> State:
+        """The part with these names; names that this state does not hold are passed over."""
+        keep_p, keep_b = set(params), set(buffers)
+        return State(
+            {n: t for n, t in self.params.items() if n in keep_p},
+            {n: t for n, t in self.buffers.items() if n in keep_b},
+        )
+
+    def bytes_per_lane(self) -> int:
+        """What one lane costs on a wire or a disk."""
+        return sum(t[0].numel() * t.element_size() for t in self.tensors()) if self.lanes else 0
+
+    def parameters_per_lane(self) -> int:
+        return sum(t[0].numel() for t in self.params.values()) if self.lanes else 0
+
+
+def _zip(states: Sequence[State], fn: Callable[[list[Tensor]], Tensor]) -> State:
+    first = states[0]
+    for other in states[1:]:
+        if first.params.keys() != other.params.keys() or first.buffers.keys() != other.buffers.keys():
+            raise ValueError("states hold different names; use only() or merge() first")
+    return State(
+        {n: fn([s.params[n] for s in states]) for n in first.params},
+        {n: fn([s.buffers[n] for s in states]) for n in first.buffers},
+    )
+
+
+def stack(*states: State) -> State:
+    """Lanes of the first state, then of the second, ...: `[K1 + K2 + ..., ...]`."""
+    return _zip(states, torch.cat)
+
+
+def split(state: State, parts: int) -> tuple[State, ...]:
+    """The inverse of stacking `parts` states of equal size. The parts are views."""
+    size, rest = divmod(state.lanes, parts)
+    if rest:
+        raise ValueError(f"{state.lanes} lanes do not split into {parts} equal parts")
+    return tuple(state.map(lambda t, i=i: t[i * size : (i + 1) * size]) for i in range(parts))  # type: ignore[misc]
+
+
+def repeat(state: State, lanes: int) -> State:
+    """One lane -> `lanes` equal lanes (a copy, so that each can be trained)."""
+    if state.lanes > 1:
+        raise ValueError(f"repeat takes one lane, not {state.lanes}")
+    return state.map(lambda t: t.repeat(lanes, *([1] * (t.dim() - 1))))
+
+
+def gather(state: State, lanes: Sequence[int] | Tensor) -> State:
+    """These lanes, in this order (a copy)."""
+    index = torch.as_tensor(lanes, dtype=torch.long)
+    return state.map(lambda t: t.index_select(0, index.to(t.device)))
+
+
+def scatter(state: State, lanes: Sequence[int] | Tensor, part: State) -> State:
+    """`state` with these lanes replaced by the lanes of `part` (a copy; `state` is untouched)."""
+    index = torch.as_tensor(lanes, dtype=torch.long)
+    return _zip([state, part], lambda pair: pair[0].index_copy(0, index.to(pair[0].device), pair[1]))
+
+
+def merge(*states: State) -> State:
+    """States of equal K that hold different names, as one."""
+    params: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    for state in states:
+        if (params.keys() & state.params.keys()) or (buffers.keys() & state.buffers.keys()):
+            raise ValueError("merge: a name stands in more than one state")
+        params.update(state.params)
+        buffers.update(state.buffers)
+    return State(params, buffers)
+
+
+def mean(state: State, weights: Sequence[float] | None = None) -> State:
+    """The mean over lanes as one lane; `weights` (one a lane) are normalised to sum to one."""
+    if weights is None:
+        return state.map(lambda t: t.mean(0, keepdim=True))
+    if len(weights) != state.lanes:
+        raise ValueError(f"{len(weights)} weights for {state.lanes} lanes")
+    share = torch.tensor(weights, dtype=torch.float64)
+    share = share / share.sum()
+    return state.map(lambda t: torch.tensordot(share.to(t), t, dims=1).unsqueeze(0))

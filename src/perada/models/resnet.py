@@ -1,0 +1,101 @@
+"""ResNets with torchvision's parameter names, so that its checkpoints load.
+
+`resnet18` and `resnet34` (He et al., 2016) keep the ImageNet stem at every image size, as the paper does.
+`resnet8` is for images of 8 to 32 pixels: a 3×3 stem, no pooling, three stages of one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..lanes import Group, default_groups
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU()
+        self.downsample: nn.Module | None = None
+        if stride != 1 or inputs != width:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        return self.relu(y + (x if self.downsample is None else self.downsample(x)))  # type: ignore[no-any-return]
+
+
+class ResNet(nn.Module):
+    """Stages of basic blocks; every stage but the first halves the resolution."""
+
+    def __init__(
+        self, blocks: tuple[int, ...], widths: tuple[int, ...], classes: int, small_stem: bool
+    ) -> None:
+        super().__init__()
+        kernel, stride = (3, 1) if small_stem else (7, 2)
+        self.conv1 = nn.Conv2d(3, widths[0], kernel, stride, kernel // 2, bias=False)
+        self.bn1 = nn.BatchNorm2d(widths[0])
+        self.relu = nn.ReLU()
+        self.maxpool = nn.Identity() if small_stem else nn.MaxPool2d(3, 2, 1)
+        self.stages = len(blocks)
+        inputs = widths[0]
+        for i, (count, width) in enumerate(zip(blocks, widths, strict=True)):
+            stage = [BasicBlock(inputs if j == 0 else width, width, 2 if i and j == 0 else 1) for j in range(count)]
+            self.add_module(f"layer{i + 1}", nn.Sequential(*stage))
+            inputs = width
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        for i in range(self.stages):
+            x = self.get_submodule(f"layer{i + 1}")(x)
+        return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]
+
+
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {
+    "resnet8": ((1, 1, 1), (16, 32, 64), True),
+    "resnet18": ((2, 2, 2, 2), (64, 128, 256, 512), False),
+    "resnet34": ((3, 4, 6, 3), (64, 128, 256, 512), False),
+}
+
+
+def resnet(name: str, classes: int, seed: int = 0) -> ResNet:
+    """A randomly initialised network: He's normal draw for convolutions, as torchvision has it."""
+    blocks, widths, small_stem = SHAPES[name]
+    with torch.device("meta"):
+        net = ResNet(blocks, widths, classes, small_stem)
+    net.to_empty(device="cpu")
+    draw = torch.Generator().manual_seed(seed)
+    for layer in net.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu", generator=draw)
+        elif isinstance(layer, nn.BatchNorm2d):
+            layer.reset_parameters()
+        elif isinstance(layer, nn.Linear):
+            bound = layer.in_features**-0.5
+            nn.init.uniform_(layer.weight, -bound, bound, generator=draw)
+            nn.init.uniform_(layer.bias, -bound, bound, generator=draw)
+    return net
+
+
+def resnet_groups(module: nn.Module) -> Mapping[str, Group]:
+    """The parameter groups of SPEC, section 4. "Input" is the stem and the FIRST convolution of every block."""
+
+    def first(name: str) -> bool:
+        path = name.split(".")
+        return path[-2] in ("conv1", "bn1") and "adapter" not in path
+
+    groups = default_groups(module, head="fc")
+    full = groups["full"]
+    entry = Group(frozenset(filter(first, full.params)), frozenset(filter(first, full.buffers)))
+    return {**groups, "input": entry}

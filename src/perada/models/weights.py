@@ -1,0 +1,107 @@
+"""Pretrained weights from a file or from torchvision; what did not fit is always reported."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ..errors import InputError
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """What a checkpoint gave to a network, key by key."""
+
+    source: str
+    loaded: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    head: str  # what became of the prediction layer
+
+    def lines(self) -> list[str]:
+        out = [f"weights: {self.loaded} tensors from {self.source}; head {self.head}"]
+        if self.missing:
+            out.append(f"not in the file, left as initialised: {', '.join(self.missing)}")
+        if self.unexpected:
+            out.append(f"in the file, not in the network: {', '.join(self.unexpected)}")
+        return out
+
+
+def read_weights(source: str, backbone: str) -> dict[str, Tensor]:
+    """`embedded`, `torchvision`, a `.safetensors` or a `.pth` -> name -> tensor (float32)."""
+    if source == "embedded":
+        held = resources.files("perada") / "assets" / f"{backbone}.safetensors"
+        with resources.as_file(held) as path:
+            if not path.is_file():
+                raise InputError(f"no embedded weights for {backbone!r}: set model.weights to a file or 'random'")
+            return _read_file(path)
+    if source == "torchvision":
+        return _from_torchvision(backbone)
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise InputError(
+            f"model.weights: no file {source!r}; give a .safetensors or .pth file, or one of "
+            "'embedded', 'torchvision', 'fedavg', 'random'"
+        )
+    return _read_file(path)
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            found = load_file(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+            found = found.get("state_dict", found) if isinstance(found, dict) else found
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"model.weights: cannot read {path}: {reason}") from error
+    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise InputError(f"model.weights: {path} holds no flat dictionary of tensors (a state_dict)")
+    return {n.removeprefix("module."): t.float() if t.is_floating_point() else t for n, t in found.items()}
+
+
+def _from_torchvision(backbone: str) -> dict[str, Tensor]:
+    try:
+        from torchvision import models
+    except (ImportError, RuntimeError) as error:  # a CUDA build beside a CPU torch raises RuntimeError
+        raise InputError(
+            "model.weights=torchvision needs the 'vision' extra: pip install 'perada[vision]' "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+    if not hasattr(models, backbone):
+        raise InputError(f"torchvision has no weights for {backbone!r}")
+    return dict(models.get_model(backbone, weights="DEFAULT").state_dict())
+
+
+def load_into(net: nn.Module, found: dict[str, Tensor], source: str, head: str = "fc") -> WeightReport:
+    """Copy what fits. A head for other classes is left out; any other wrong shape is an error."""
+    own = {k: t for k, t in net.state_dict().items() if not k.endswith("num_batches_tracked")}
+    given = {k: t for k, t in found.items() if not k.endswith("num_batches_tracked")}
+    fits = "loaded"
+    if any(k.startswith(f"{head}.") and (k not in own or own[k].shape != t.shape) for k, t in given.items()):
+        given = {k: t for k, t in given.items() if not k.startswith(f"{head}.")}
+        fits = "new (the file's is for other classes)"
+    elif f"{head}.weight" not in given:
+        fits = "new (the file has none)"
+    wrong = [k for k in own.keys() & given.keys() if own[k].shape != given[k].shape]
+    if wrong:
+        k = min(wrong)
+        raise InputError(
+            f"model.weights: {source}: {k} has shape {list(given[k].shape)} but the network needs "
+            f"{list(own[k].shape)}: is model.backbone the one these weights were made for?"
+        )
+    shared = own.keys() & given.keys()
+    if not shared:
+        raise InputError(f"model.weights: no key of {source} fits this network: is it a checkpoint of another one?")
+    for k in shared:
+        own[k].copy_(given[k])
+    missing = tuple(sorted(k for k in own.keys() - given.keys() if not k.startswith(f"{head}.")))
+    return WeightReport(source, len(shared), missing, tuple(sorted(given.keys() - own.keys())), fits)
