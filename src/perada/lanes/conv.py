@@ -44,8 +44,7 @@ def lane_conv2d(
     if weight.shape[3:] == (1, 1) and padding == (0, 0):
         return lane_conv1x1(x[:, :, :: stride[0], :: stride[1]], weight.flatten(2))
     out = [
-        (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[3 + i] - 1) - 1) // stride[i] + 1
-        for i in (0, 1)
+        (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[3 + i] - 1) - 1) // stride[i] + 1 for i in (0, 1)
     ]
     kernel = kernel or choose(x.device.type, out[0] * out[1])
     if kernel == "loop":
@@ -53,13 +52,13 @@ def lane_conv2d(
         return torch.cat([F.conv2d(a, w, None, stride, padding, dilation) for a, w in parts])
     batch = x.shape[0] // lanes
     if kernel == "grouped":
-        folded = x.unflatten(0, (lanes, batch)).transpose(0, 1).flatten(1, 2)
+        folded = x.reshape(lanes, batch, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
         y = F.conv2d(folded, weight.flatten(0, 1), None, stride, padding, dilation, groups=lanes)
-        return y.unflatten(1, (lanes, -1)).transpose(0, 1).flatten(0, 1)
+        return y.view(batch, lanes, -1, *y.shape[2:]).transpose(0, 1).flatten(0, 1)
     columns = F.unfold(x, (weight.shape[3], weight.shape[4]), dilation, padding, stride)
-    columns = columns.unflatten(0, (lanes, batch))  # [K, B, I·h·w, H'·W']
+    columns = columns.view(lanes, batch, *columns.shape[1:])  # [K, B, I·h·w, H'·W']
     y = torch.einsum("koi,kbip->kbop", weight.flatten(2), columns)
-    return y.flatten(0, 1).unflatten(2, (out[0], out[1]))
+    return y.reshape(x.shape[0], -1, out[0], out[1])
 
 
 def lane_conv1x1(x: Tensor, weight: Tensor) -> Tensor:
@@ -69,5 +68,5 @@ def lane_conv1x1(x: Tensor, weight: Tensor) -> Tensor:
         rows = x.permute(0, 2, 3, 1).reshape(lanes, -1, x.shape[1])
         y = torch.bmm(rows, weight.transpose(1, 2))
         return y.view(x.shape[0], height, width, -1).permute(0, 3, 1, 2)
-    y = torch.einsum("koi,kbip->kbop", weight, x.flatten(2).unflatten(0, (lanes, -1)))
-    return y.flatten(0, 1).unflatten(2, (height, width))
+    y = torch.einsum("koi,kbip->kbop", weight, x.reshape(lanes, -1, x.shape[1], height * width))
+    return y.reshape(x.shape[0], -1, height, width)

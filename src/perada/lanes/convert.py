@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from .layers import LaneBatchNorm, LaneConv2d, LaneDropout, LaneLayerNorm, LaneLinear, ResidualAdapter
 from .model import Group, LaneModel
@@ -60,7 +62,7 @@ def adapt(
 
 
 def _last_linear(module: nn.Module) -> str:
-    names = [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]
+    names: list[str] = [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]
     if not names:
         raise ValueError("this module has no linear layer to serve as the head; name one with head=")
     return names[-1]
@@ -84,25 +86,29 @@ def _insert(module: nn.Module, dropout: float, where: str | None, seed: int) -> 
     inert = set()
     for name, layer in convs:
         new = LaneConv2d.of(layer)
-        added = ResidualAdapter(layer.out_channels, dropout, f"{name}.adapter")
+        added = ResidualAdapter(layer.out_channels, dropout, f"{name}.adapter").to(layer.weight)
         draw = torch.Generator().manual_seed(key_of(seed, name, "adapter") & (2**63 - 1))
-        nn.init.normal_(added.conv.weight, std=1e-4, generator=draw)
+        with torch.no_grad():
+            added.conv.weight.copy_(torch.randn(added.conv.weight.shape, generator=draw) * 1e-4)
         parent, last = _parent(module, name)
         after = _norm_after(parent, layer)
         if after is not None:  # the adapter sees what this norm saw in pretraining: start from its statistics
             added.norm.running_mean.copy_(after.running_mean)  # type: ignore[arg-type]
             added.norm.running_var.copy_(after.running_var)  # type: ignore[arg-type]
+            # The adapter norm's bias adds a constant to each channel, which the following norm subtracts: its
+            # gradient is exactly zero without dropout, and with dropout only the noise of the mask.
+            inert.add(f"{name}.adapter.norm.bias")
         new.adapter = added
         setattr(parent, last, new)
-        inert.add(f"{name}.adapter.norm.bias")  # the block's norm subtracts whatever constant it adds
     return frozenset(inert)
 
 
 def _norm_after(parent: nn.Module, conv: nn.Conv2d) -> _BatchNorm | None:
     children = list(parent.children())
     following = children[children.index(conv) + 1] if conv is not children[-1] else None
-    fits = isinstance(following, _BatchNorm) and following.num_features == conv.out_channels
-    return following if fits else None
+    if isinstance(following, _BatchNorm) and following.num_features == conv.out_channels:
+        return following if following.running_mean is not None else None
+    return None
 
 
 def _replace(module: nn.Module, trained: frozenset[str]) -> None:
@@ -111,23 +117,33 @@ def _replace(module: nn.Module, trained: frozenset[str]) -> None:
         owned = {f"{name}.{p}" if name else p for p, _ in layer.named_parameters(recurse=False)} & trained
         if isinstance(layer, lane_aware):
             continue
-        new: nn.Module | None = None
-        if isinstance(layer, _BatchNorm):
-            new = LaneBatchNorm.of(layer)
-        elif isinstance(layer, nn.Dropout):
-            new = LaneDropout(layer.p, name)
-        elif owned and isinstance(layer, nn.Linear):
-            new = LaneLinear.of(layer)
-        elif owned and isinstance(layer, nn.Conv2d):
-            new = LaneConv2d.of(layer)
-        elif owned and isinstance(layer, nn.LayerNorm):
-            new = LaneLayerNorm.of(layer)
-        elif owned:
-            kind = type(layer).__name__
-            raise ValueError(f"{', '.join(sorted(owned))}: a trained {kind} has no lane-aware form; keep it frozen")
+        try:
+            new = _lane_aware(layer, name, bool(owned))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
         if new is not None:
             parent, last = _parent(module, name)
             setattr(parent, last, new)
+
+
+def _lane_aware(layer: nn.Module, name: str, trained: bool) -> nn.Module | None:
+    """The lane-aware form of a layer that needs one; None for a frozen layer that treats samples one by one."""
+    if isinstance(layer, _BatchNorm):
+        return LaneBatchNorm.of(layer)
+    if isinstance(layer, nn.Dropout):
+        return LaneDropout(layer.p, name)
+    if isinstance(layer, _DropoutNd) and layer.p > 0:
+        raise ValueError(f"{type(layer).__name__} has no lane-aware form; use nn.Dropout or p=0")
+    if not trained:
+        return None
+    kinds: dict[type, Callable[[Any], nn.Module]] = {
+        nn.Linear: LaneLinear.of,
+        nn.Conv2d: LaneConv2d.of,
+        nn.LayerNorm: LaneLayerNorm.of,
+    }
+    if type(layer) not in kinds:
+        raise ValueError(f"a trained {type(layer).__name__} has no lane-aware form; keep it frozen")
+    return kinds[type(layer)](layer)
 
 
 def default_groups(module: nn.Module, head: str) -> dict[str, Group]:

@@ -7,7 +7,7 @@ every layer is its ordinary torch counterpart, so a module with one lane loaded 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,24 @@ Norm = Literal["train", "batch", "running"]
 and keep nothing (batch), with the running ones (running)."""
 
 
+def by_lane(x: Tensor, lanes: int) -> Tensor:
+    """`[K·B, ...]` -> `[K, B, ...]`."""
+    return x.reshape(lanes, -1, *x.shape[1:])
+
+
+def along(tensor: Tensor, y: Tensor, lanes: int, axis: int) -> Tensor:
+    """A per-feature tensor, shaped to combine with y `[K·B, ...]`, its own axes at `axis` and after.
+
+    lanes=1: tensor is `[K, ...]` and each lane's samples get their lane's; lanes=0: it is frozen and shared.
+    """
+    if lanes:
+        tensor = tensor.repeat_interleave(y.shape[0] // tensor.shape[0], 0)
+    own = tensor.shape[lanes:]
+    after = 0 if axis < 0 else y.dim() - axis - len(own)
+    before = y.dim() - lanes - len(own) - after
+    return tensor.reshape(*tensor.shape[:lanes], *([1] * before), *own, *([1] * after))
+
+
 class LaneLinear(nn.Linear):
     """weight `[K, out, in]` and bias `[K, out]`, or frozen ones without K."""
 
@@ -32,20 +50,19 @@ class LaneLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 2:
-            return super().forward(x)
-        lanes = self.weight.shape[0]
-        rows = x.reshape(lanes, -1, x.shape[-1])
-        if self.bias is None:
-            y = torch.bmm(rows, self.weight.transpose(1, 2))
+            y = F.linear(x, self.weight)
         else:
-            y = torch.baddbmm(self.bias.unsqueeze(1), rows, self.weight.transpose(1, 2))
-        return y.reshape(*x.shape[:-1], -1)
+            rows = x.reshape(self.weight.shape[0], -1, x.shape[-1])
+            y = torch.bmm(rows, self.weight.transpose(1, 2)).reshape(*x.shape[:-1], -1)
+        return y if self.bias is None else y + along(self.bias, y, self.bias.dim() - 1, -1)
 
 
 class LaneConv2d(nn.Conv2d):
     """weight `[K, O, I, h, w]` or frozen; an `adapter`, if there is one, is applied to the output."""
 
-    adapter: nn.Module | None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adapter: nn.Module | None = None
 
     @classmethod
     def of(cls, layer: nn.Conv2d) -> LaneConv2d:
@@ -54,24 +71,26 @@ class LaneConv2d(nn.Conv2d):
         new = cls(
             layer.in_channels,
             layer.out_channels,
-            layer.kernel_size,  # type: ignore[arg-type]
-            layer.stride,  # type: ignore[arg-type]
-            layer.padding,  # type: ignore[arg-type]
-            layer.dilation,  # type: ignore[arg-type]
+            layer.kernel_size,
+            layer.stride,
+            layer.padding,
+            layer.dilation,
             bias=layer.bias is not None,
             device="meta",
         )
-        new.weight, new.bias, new.adapter = layer.weight, layer.bias, None
+        new.weight, new.bias = layer.weight, layer.bias
         return new
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 4:
-            y = super().forward(x)
+            y = F.conv2d(x, self.weight, None, self.stride, self.padding, self.dilation)
         else:
             y = lane_conv2d(x, self.weight, self.stride, self.padding, self.dilation)  # type: ignore[arg-type]
-            if self.bias is not None:
-                y = (y.unflatten(0, (self.bias.shape[0], -1)) + self.bias[:, None, :, None, None]).flatten(0, 1)
-        return y if self.adapter is None else self.adapter(y)
+        if self.bias is not None:
+            y = y + along(self.bias, y, self.bias.dim() - 1, 1)
+        if self.adapter is not None:
+            y = self.adapter(y)
+        return y
 
 
 class LaneBatchNorm(nn.Module):
@@ -110,7 +129,7 @@ class LaneBatchNorm(nn.Module):
             return self._normalise(x, self.running_mean, self.running_var, self.weight, self.bias)
         lanes, channels = self.running_mean.shape
         # F.batch_norm keeps statistics per channel: K lanes of C channels are K·C channels.
-        wide = x.unflatten(0, (lanes, -1)).transpose(0, 1).flatten(1, 2)  # [B, K·C, ...]
+        wide = by_lane(x, lanes).transpose(0, 1).flatten(1, 2)  # [B, K·C, ...]
         y = self._normalise(
             wide,
             self.running_mean.view(-1),
@@ -118,7 +137,7 @@ class LaneBatchNorm(nn.Module):
             self.weight.expand(lanes, channels).reshape(-1),
             self.bias.expand(lanes, channels).reshape(-1),
         )
-        return y.unflatten(1, (lanes, channels)).transpose(0, 1).flatten(0, 1)
+        return y.view(-1, lanes, channels, *y.shape[2:]).transpose(0, 1).flatten(0, 1)
 
     def _normalise(self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         if self.mode == "running":
@@ -133,20 +152,15 @@ class LaneLayerNorm(nn.LayerNorm):
 
     @classmethod
     def of(cls, layer: nn.LayerNorm) -> LaneLayerNorm:
-        new = cls(layer.normalized_shape, layer.eps, bias=layer.bias is not None)  # type: ignore[arg-type]
+        new = cls(layer.normalized_shape, layer.eps, bias=layer.bias is not None)
         new.weight, new.bias = layer.weight, layer.bias
         return new
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight.dim() == len(self.normalized_shape):
-            return super().forward(x)
-        lanes = self.weight.shape[0]
-        y = F.layer_norm(x, self.normalized_shape, None, None, self.eps).unflatten(0, (lanes, -1))
-        middle = [1] * (y.dim() - 1 - len(self.normalized_shape))
-        y = y * self.weight.reshape(lanes, *middle, *self.normalized_shape)
-        if self.bias is not None:
-            y = y + self.bias.reshape(lanes, *middle, *self.normalized_shape)
-        return y.flatten(0, 1)
+        own = len(self.normalized_shape)
+        y = F.layer_norm(x, self.normalized_shape, None, None, self.eps)
+        y = y * along(self.weight, y, self.weight.dim() - own, -own)
+        return y if self.bias is None else y + along(self.bias, y, self.bias.dim() - own, -own)
 
 
 class LaneDropout(nn.Module):
@@ -184,4 +198,5 @@ class ResidualAdapter(nn.Module):
         self.conv = LaneConv2d.of(conv)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv(self.dropout(self.norm(x)))
+        added: Tensor = self.conv(self.dropout(self.norm(x)))
+        return x + added

@@ -35,8 +35,8 @@ class LaneModel:
     """Frozen weights inside, lanes from outside: `model(state, images)`.
 
     `trained` names the parameters a lane owns; every batch norm's running statistics are a lane's own too.
-    `inert` names trained parameters whose gradient is zero by construction: they are counted, sent and
-    stored, but no optimiser moves them (on rounding noise, which is all they would see).
+    `inert` names trained parameters that cannot change what the network computes in expectation: they are
+    counted, sent and stored, but no optimiser moves them (see `convert._insert`).
     """
 
     def __init__(
@@ -48,6 +48,8 @@ class LaneModel:
         self._norms = [m for m in module.modules() if isinstance(m, LaneBatchNorm)]
         self._dropouts = [f"{n}.key" for n, m in module.named_modules() if isinstance(m, LaneDropout)]
         self._params = [n for n, _ in module.named_parameters() if n in trained]
+        if not set(self._params) - self.inert:
+            raise ValueError("nothing is trained: name a parameter group that is not empty")
         self._buffers = [
             f"{n}.{b}"
             for n, m in module.named_modules()
@@ -87,9 +89,7 @@ class LaneModel:
         """Whether the state is a whole model (it may be just a shared part)."""
         return state.params.keys() >= set(self._params) and state.buffers.keys() >= set(self._buffers)
 
-    def __call__(
-        self, state: State, images: Tensor, norm: Norm = "running", dropout: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, state: State, images: Tensor, norm: Norm = "running", dropout: Tensor | None = None) -> Tensor:
         """images `[K·B, ...]`, lane-major -> logits `[K, B, classes]`.
 
         `dropout` holds the lanes' keys, int64 `[K]`; None turns dropout off. With norm="train" the running
@@ -101,10 +101,12 @@ class LaneModel:
         if dropout is not None:
             tensors.update(dict.fromkeys(self._dropouts, dropout))
         logits: Tensor = functional_call(self.module, tensors, (images,))
-        return logits.unflatten(0, (state.lanes, -1))
+        return logits.reshape(state.lanes, -1, logits.shape[-1])
 
     def plain(self, state: State) -> nn.Module:
         """A stand-alone torch module (a copy, in eval mode) with this one lane in place."""
+        if state.lanes != 1:
+            raise ValueError(f"a plain module takes one lane, not {state.lanes}")
         module = copy.deepcopy(self.module)
         held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for source in (state.params, state.buffers):

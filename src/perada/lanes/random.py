@@ -8,6 +8,7 @@ draws, nor the same draws for another grouping of lanes. Hashing a counter can: 
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -41,16 +42,11 @@ def _wrap(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-_counters: dict[tuple[int, str], Tensor] = {}
-
-
+@lru_cache(maxsize=64)
 def _counter(elements: int, device: torch.device) -> Tensor:
     """The lane-independent half of the hash, int32 `[elements]`: computed once per size and device."""
-    slot = (elements, str(device))
-    if slot not in _counters:
-        x = torch.arange(elements, device=device, dtype=torch.int64) * 0x9E3779B1 & 0xFFFFFFFF
-        _counters[slot] = (x ^ (x >> 16)).to(torch.int32)
-    return _counters[slot]
+    x = torch.arange(elements, device=device, dtype=torch.int64) * 0x9E3779B1 & 0xFFFFFFFF
+    return (x ^ (x >> 16)).to(torch.int32)
 
 
 def bits(keys: Tensor, elements: int) -> Tensor:

@@ -99,6 +99,8 @@ def merge(*states: State) -> State:
     """States of equal K that hold different names, as one."""
     params: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
+    if len({s.lanes for s in states if s.lanes}) > 1:
+        raise ValueError("merge: states have different numbers of lanes")
     for state in states:
         if (params.keys() & state.params.keys()) or (buffers.keys() & state.buffers.keys()):
             raise ValueError("merge: a name stands in more than one state")
@@ -114,5 +116,7 @@ def mean(state: State, weights: Sequence[float] | None = None) -> State:
     if len(weights) != state.lanes:
         raise ValueError(f"{len(weights)} weights for {state.lanes} lanes")
     share = torch.tensor(weights, dtype=torch.float64)
+    if not (share >= 0).all() or not share.sum() > 0:
+        raise ValueError("weights must not be negative and must not all be zero")
     share = share / share.sum()
     return state.map(lambda t: torch.tensordot(share.to(t), t, dims=1).unsqueeze(0))

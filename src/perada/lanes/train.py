@@ -69,13 +69,17 @@ def sgd(
     Lanes are sorted by their number of steps, so the active ones are always a prefix and the work shrinks
     as short lanes finish. A lane in the prefix that is finished or not finite is masked.
     """
+    counts_given = {"lr": lr, "steps": steps} | ({"pull strength": pull.strength} if pull else {})
+    for what, values in counts_given.items():
+        if len(values) != start.lanes:
+            raise ValueError(f"{what}: {len(values)} values for {start.lanes} lanes")
     order = torch.argsort(torch.tensor(steps), descending=True, stable=True)
     back = torch.argsort(order)
     run = _Run(model, gather(start, order), _sorted_pull(pull, order, start), options)
     rates = torch.tensor(lr, dtype=run.dtype)[order].to(model.device)
     counts = torch.tensor(steps)[order]
     lanes = order.to(model.device)
-    trace = torch.full((max(steps, default=0), start.lanes), torch.nan, device=model.device)
+    trace = torch.full((max(steps, default=0), start.lanes), torch.nan, dtype=run.dtype, device=model.device)
     for step in range(trace.shape[0]):
         active = int((counts > step).sum())
         width = _width(active, start.lanes, options.widths)
@@ -101,16 +105,12 @@ def _sorted_pull(pull: Pull | None, order: Tensor, start: State) -> tuple[State,
 class _Run:
     """The mutable part of one call of `sgd`, lanes already sorted."""
 
-    def __init__(
-        self, model: LaneModel, state: State, pull: tuple[State, Tensor] | None, options: Options
-    ) -> None:
+    def __init__(self, model: LaneModel, state: State, pull: tuple[State, Tensor] | None, options: Options) -> None:
         self.model, self.state, self.pull, self.options = model, state, pull, options
         self.names = [n for n in state.params if n not in model.inert]
         self.dtype = state.params[self.names[0]].dtype
         self.finite = torch.ones(state.lanes, dtype=torch.bool, device=model.device)
-        self.velocity = (
-            [torch.zeros_like(state.params[n]) for n in self.names] if options.momentum else None
-        )
+        self.velocity = [torch.zeros_like(state.params[n]) for n in self.names] if options.momentum else None
 
     def step(self, batch: Batch, loss: Loss, rates: Tensor, active: int) -> Tensor:
         """One step of the first `len(rates)` lanes, of which the first `active` count; returns losses."""
@@ -124,24 +124,19 @@ class _Run:
         with torch.no_grad():
             size = sum((g.flatten(1).square().sum(1) for g in grads), torch.zeros_like(losses))
             going = torch.arange(width, device=losses.device) < active
-            self.finite[:width] &= ~going | (losses.isfinite() & size.isfinite())
-            moves = going & self.finite[:width]
-            self._update(leaves, grads, size.sqrt(), rates, moves)
+            good = losses.isfinite() & size.isfinite() & _all_finite(list(fresh.values()), losses)
+            moves = going & self.finite[:width] & good
+            moves = self._update(leaves, grads, size.sqrt(), rates, moves)
+            self.finite[:width] &= ~going | moves
             for name, buffer in self.state.buffers.items():
                 buffer[:width] = torch.where(_like(moves, buffer), fresh[name], buffer[:width])
         return losses.detach()
 
-    def _update(
-        self, leaves: list[Tensor], grads: list[Tensor], norms: Tensor, rates: Tensor, moves: Tensor
-    ) -> None:
-        # `where`, not a product: 0·NaN is NaN. What follows is finite, so a rate of 0 leaves a lane alone.
-        zero = torch.zeros((), dtype=norms.dtype, device=norms.device)
-        grads = [torch.where(_like(moves, g), g, zero) for g in grads]
-        rates = torch.where(moves, rates, zero)
+    def _update(self, leaves: list[Tensor], grads: list[Tensor], norms: Tensor, rates: Tensor, moves: Tensor) -> Tensor:
+        """Move the lanes that may and whose new parameters are finite; returns which ones did."""
         width = rates.shape[0]
         if self.options.clip is not None:
             factor = (self.options.clip / norms.clamp_min(1e-30)).clamp_max(1.0)
-            factor = torch.where(moves, factor, zero)
             grads = [g * _like(factor, g) for g in grads]
         if self.options.weight_decay:
             torch._foreach_add_(grads, leaves, alpha=self.options.weight_decay)
@@ -155,8 +150,16 @@ class _Run:
             torch._foreach_mul_(velocity, self.options.momentum)
             torch._foreach_add_(velocity, grads)
             grads = velocity
-        for p, g in zip(leaves, grads, strict=True):
-            p.addcmul_(g, _like(rates, g), value=-1.0)
+        new = [torch.addcmul(p, g, _like(rates, g), value=-1.0) for p, g in zip(leaves, grads, strict=True)]
+        moves = moves & _all_finite(new, norms)
+        for p, n in zip(leaves, new, strict=True):
+            p.copy_(torch.where(_like(moves, n), n, p))  # not a product with a mask: 0·NaN is NaN
+        return moves
+
+
+def _all_finite(tensors: list[Tensor], like: Tensor) -> Tensor:
+    """Boolean `[K]`: whether a lane is finite throughout. One sum a tensor is cheaper than isfinite()."""
+    return sum((t.flatten(1).sum(1) * 0 for t in tensors), torch.zeros_like(like)).isfinite()
 
 
 def _like(per_lane: Tensor, other: Tensor) -> Tensor:

@@ -24,9 +24,7 @@ class BasicBlock(nn.Module):
         self.relu = nn.ReLU()
         self.downsample: nn.Module | None = None
         if stride != 1 or inputs != width:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width)
-            )
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn1(self.conv1(x)))
@@ -37,9 +35,7 @@ class BasicBlock(nn.Module):
 class ResNet(nn.Module):
     """Stages of basic blocks; every stage but the first halves the resolution."""
 
-    def __init__(
-        self, blocks: tuple[int, ...], widths: tuple[int, ...], classes: int, small_stem: bool
-    ) -> None:
+    def __init__(self, blocks: tuple[int, ...], widths: tuple[int, ...], classes: int, small_stem: bool) -> None:
         super().__init__()
         kernel, stride = (3, 1) if small_stem else (7, 2)
         self.conv1 = nn.Conv2d(3, widths[0], kernel, stride, kernel // 2, bias=False)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -54,16 +52,17 @@ def read_weights(source: str, backbone: str) -> dict[str, Tensor]:
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
+    found: object
     try:
         if path.suffix == ".safetensors":
             found = load_file(path)
         else:
             found = torch.load(path, map_location="cpu", weights_only=True)
             found = found.get("state_dict", found) if isinstance(found, dict) else found
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except Exception as error:  # a damaged file breaks readers in any way there is
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"model.weights: cannot read {path}: {reason}") from error
-    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+    if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(t, Tensor) for k, t in found.items()):
         raise InputError(f"model.weights: {path} holds no flat dictionary of tensors (a state_dict)")
     return {n.removeprefix("module."): t.float() if t.is_floating_point() else t for n, t in found.items()}
 
@@ -89,7 +88,7 @@ def load_into(net: nn.Module, found: dict[str, Tensor], source: str, head: str =
     if any(k.startswith(f"{head}.") and (k not in own or own[k].shape != t.shape) for k, t in given.items()):
         given = {k: t for k, t in given.items() if not k.startswith(f"{head}.")}
         fits = "new (the file's is for other classes)"
-    elif f"{head}.weight" not in given:
+    elif not any(k.startswith(f"{head}.") for k in given):
         fits = "new (the file has none)"
     wrong = [k for k in own.keys() & given.keys() if own[k].shape != given[k].shape]
     if wrong:
@@ -103,5 +102,5 @@ def load_into(net: nn.Module, found: dict[str, Tensor], source: str, head: str =
         raise InputError(f"model.weights: no key of {source} fits this network: is it a checkpoint of another one?")
     for k in shared:
         own[k].copy_(given[k])
-    missing = tuple(sorted(k for k in own.keys() - given.keys() if not k.startswith(f"{head}.")))
+    missing = tuple(sorted(k for k in own.keys() - given.keys() if fits == "loaded" or not k.startswith(f"{head}.")))
     return WeightReport(source, len(shared), missing, tuple(sorted(given.keys() - own.keys())), fits)

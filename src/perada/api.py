@@ -1,0 +1,272 @@
+"""Train, load, use: what `import perada` gives and what the command line is thin over."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from . import __version__
+from .config import Config, resolve
+from .data import Federation, read_image
+from .data.shifts import SHIFTS, shift
+from .errors import InputError, unknown
+from .evaluate import Scores, on_images, personal_scores
+from .lanes import State
+from .methods import method_sizes
+from .report import write_report
+from .runs import RunFolder, write_atomic
+from .simulate import Progress, Say, Simulation, prepare
+from .simulate import run as run_rounds
+
+
+class Run:
+    """A run folder, opened. Weights and data are read when they are first needed."""
+
+    def __init__(self, folder: RunFolder, config: Config) -> None:
+        self.folder, self.config, self.path = folder, config, folder.path
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The run at its newest checkpoint."""
+        sim = prepare(self.config, self.folder.backbone)
+        saved, _ = self.folder.load()
+        if saved is None:
+            raise InputError(f"{self.path} has no checkpoint yet: train it first")
+        sim.restore(saved)
+        return sim
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return self.folder.summary()
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return self.folder.metrics()
+
+    @property
+    def federation(self) -> Federation:
+        return self.simulation.federation
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        return tuple(c.name for c in self.federation.clients)
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row a client: its data and its personal model's scores."""
+        last = self.metrics[-1]
+        return [
+            {
+                "client": c.name,
+                "train": len(c.train),
+                "val": len(c.val),
+                "test": len(c.test),
+                **{s: last[s]["per_client"][c.name] for s in ("local_test", "local_val", "global_test")},
+            }
+            for c in self.federation.clients
+        ]
+
+    def state(self, client: str) -> State:
+        """What one client predicts with, one lane: its personal adapter (or model)."""
+        if client not in self.clients:
+            raise unknown("client", client, self.clients)
+        lanes = self.simulation.personal()
+        at = self.clients.index(client) if lanes.lanes > 1 else 0
+        return lanes.map(lambda t: t[at : at + 1])
+
+    def model(self, client: str) -> nn.Module:
+        """A plain torch module in eval mode, personal adapter in place. Input: `normalise(images)`."""
+        return self.simulation.model.plain(self.state(client))
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """uint8 `[n, C, H, W]` -> what `model()` takes."""
+        return self.federation.prepare(images, torch.float32)
+
+    def evaluate(self, on: Sequence[str] = ("local", "global")) -> dict[str, Scores]:
+        """`local`, `val`, `global`, a shift (`noise`: all severities, `noise:3`: one) or `shifted` (all of them)."""
+        sim = self.simulation
+        out: dict[str, Scores] = {}
+        lanes = sim.personal()
+        plain = [s for s in on if s in ("local", "val", "global")]
+        if plain:
+            out |= personal_scores(sim.model, lanes, sim.federation, plain)
+        for name in on:
+            if name not in plain:
+                out[name] = _shifted(sim, lanes, name)
+        return out
+
+    def predict(self, client: str, images: Sequence[str | Path]) -> list[dict[str, Any]]:
+        """Class names with probabilities, most probable first; label probabilities for multi-label data."""
+        size = self.federation.images.shape[-1]
+        pixels = np.stack([read_image(Path(p), size) for p in images])
+        channels = self.federation.images.shape[1]
+        if channels == 1:
+            pixels = np.rint(pixels.mean(1, keepdims=True)).astype(np.uint8)
+        sim = self.simulation
+        ready = sim.federation.prepare(torch.from_numpy(pixels).to(sim.model.device), torch.float32)
+        with torch.no_grad():
+            logits = self.model(client).float()(ready)
+        found = logits.sigmoid() if self.federation.multilabel else logits.softmax(-1)
+        names = self.federation.classes
+        out = []
+        for path, row in zip(images, found.tolist(), strict=True):
+            order = (
+                sorted(range(len(names)), key=lambda i: -row[i])
+                if not self.federation.multilabel
+                else range(len(names))
+            )
+            out.append({"image": str(path), "client": client, "probabilities": {names[i]: row[i] for i in order}})
+        return out
+
+    def export(self, client: str, out: Path, merged: bool = False) -> None:
+        """The personal part as safetensors; with `merged` the whole network, ready for `load_state_dict`."""
+        if out.suffix != ".safetensors":
+            raise InputError(f"--out {out}: the name must end in .safetensors")
+        if merged:
+            held = {k: t.detach().clone() for k, t in self.model(client).state_dict().items()}
+        else:
+            state = self.state(client)
+            held = {n: t[0].clone() for part in (state.params, state.buffers) for n, t in part.items()}
+        about = {"perada": __version__, "client": client, "method": self.config.method_name}
+        about |= {"backbone": self.config.model.backbone, "classes": ",".join(self.federation.classes)}
+        try:
+            write_atomic(out, save({n: t.cpu().contiguous() for n, t in held.items()}, about))
+        except OSError as error:
+            raise InputError(f"cannot write {out}: {error.strerror}") from error
+
+
+def _shifted(sim: Simulation, lanes: State, name: str) -> Scores:
+    """A client's mean over the wanted shifts and severities."""
+    kind, colon, level = name.partition(":")
+    if kind != "shifted" and kind not in SHIFTS:
+        raise unknown("test set", name, ["local", "val", "global", "shifted", *SHIFTS])
+    if colon and not level.isdigit():
+        raise InputError(f"{name!r}: write a severity from 1 to 5 behind the colon")
+    kinds = list(SHIFTS) if kind == "shifted" else [kind]
+    levels = [int(level)] if colon else [1, 2, 3, 4, 5]
+    index = sim.federation.test
+    images = sim.federation.images[torch.from_numpy(index).to(sim.model.device)].cpu().numpy()
+    found = [
+        on_images(sim.model, lanes, sim.federation, torch.from_numpy(shift(images, k, s)), index).per_client
+        for k in kinds
+        for s in levels
+    ]
+    mean = {}
+    for client in found[0]:
+        values = [f[client] for f in found]
+        mean[client] = None if None in values else float(np.mean([v for v in values if v is not None]))
+    return Scores(mean)
+
+
+def load(path: str | Path) -> Run:
+    """Open a run folder."""
+    folder = RunFolder.open(Path(path))
+    return Run(folder, resolve(str(folder.path / "config.toml")))
+
+
+def default_out(source: str, config: Config) -> Path:
+    """`runs/digits-perada-0`; a run that is there already is not touched (see `train`)."""
+    name = Path(source).stem if source.endswith(".toml") else source
+    return Path("runs") / f"{name}-{config.method_name}-{config.run.seed}"
+
+
+def train(
+    source: str = "digits",
+    *,
+    method: str | None = None,
+    data: str | None = None,
+    set: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    device: str | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_round: Callable[[Progress], None] = lambda progress: None,
+    say: Say = lambda text: None,
+) -> Run:
+    """Train a preset or a TOML file; the same keys as on the command line."""
+    overrides = dict(set or {})
+    for key, value in (("method.name", method), ("data.root", data), ("run.seed", seed), ("run.device", device)):
+        if value is not None:
+            overrides[key] = value
+    if data is not None:
+        overrides.setdefault("data.name", "folder")
+    if resume:
+        run, sim = _resume(source, overrides, out, say)
+    else:
+        config = resolve(source, overrides)
+        path = Path(out) if out is not None else _free(default_out(source, config))
+        RunFolder.check(path, overwrite)
+        sim = prepare(config, say=say)  # everything that can be refused is refused before a folder is made
+        run = Run(RunFolder.create(path, config.toml(), overwrite), config)
+        if sim.backbone is not None:
+            run.folder.save_backbone(sim.backbone)
+    row = run_rounds(sim, run.folder, on_round)
+    run.__dict__["simulation"] = sim  # it is at its newest checkpoint: no need to read that again
+    _finish(run, row)
+    return run
+
+
+def _free(path: Path) -> Path:
+    """`path`, or the first of path-2, path-3, ... that does not exist."""
+    return next(p for n in count(1) if not (p := path if n == 1 else Path(f"{path}-{n}")).exists())
+
+
+def _resume(source: str, overrides: dict[str, Any], out: str | Path | None, say: Say) -> tuple[Run, Simulation]:
+    """The run as its folder describes it. Only the device and the number of rounds may be given anew."""
+    path = Path(out) if out is not None else _newest(default_out(source, resolve(source, overrides)))
+    folder = RunFolder.open(path)
+    stored = str(path / "config.toml")
+    may = {k: v for k, v in overrides.items() if k in ("run.device", "train.rounds")}
+    if resolve(stored, overrides) != (config := resolve(stored, may)):
+        held, asked = config.as_dict(), resolve(stored, overrides).as_dict()
+        key = next(
+            f"{s}.{k}" for s in held for k in held[s].keys() | asked[s].keys() if held[s].get(k) != asked[s].get(k)
+        )
+        raise InputError(f"{path} was made with another {key}: resume it without that setting, or choose another --out")
+    saved, warnings = folder.load()
+    for line in warnings:
+        say(line)
+    sim = prepare(config, folder.backbone, say)
+    if saved is not None:
+        sim.restore(saved)
+    write_atomic(path / "config.toml", config.toml().encode())
+    folder.cut_metrics(sim.now.round)
+    return Run(folder, config), sim
+
+
+def _newest(path: Path) -> Path:
+    found = [p for p in path.parent.glob(f"{path.name}*") if re.fullmatch(re.escape(path.name) + r"(-\d+)?", p.name)]
+    if not found:
+        raise InputError(f"nothing to resume: there is no {path}; name the folder with --out")
+    return max(found, key=lambda p: p.stat().st_mtime)
+
+
+def _finish(run: Run, row: dict[str, Any]) -> None:
+    """summary.json and report.html."""
+    sim = run.simulation
+    sizes = method_sizes(run.config.method_name, run.config.model.backbone, len(sim.federation.classes))
+    summary = {
+        "name": run.path.name,
+        "data": sim.federation.name,
+        "method": run.config.method_name,
+        "metric": "auc" if sim.federation.multilabel else "accuracy",
+        **row,
+        "parameters": sizes,
+        "versions": {"perada": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "device": str(sim.model.device),
+        "threads": torch.get_num_threads(),
+    }
+    if run.config.run.shifts:
+        summary["shifted"] = run.evaluate(["shifted"])["shifted"].as_dict()
+    run.folder.write_json("summary.json", summary)
+    write_report([run], run.path / "report.html")

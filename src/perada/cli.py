@@ -1,0 +1,272 @@
+"""The `perada` command: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from . import __version__, tables
+from .api import Run, load, train
+from .config import parse_setting, presets, resolve
+from .errors import InputError, RunError
+from .methods import REGISTRY, method_sizes
+from .models import count_groups
+from .report import write_report
+from .runs import device_of
+from .simulate import Progress as RoundProgress
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+out, err = Console(), Console(stderr=True)
+
+Source = Annotated[str, typer.Argument(metavar="[PRESET | FILE.toml]", help="a preset's name or a TOML file")]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="section.key=value, repeatable")]
+AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+DataPath = Annotated[str | None, typer.Option("--data", metavar="PATH", help="your own images: site/class/image.png")]
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def _overrides(sets: Sequence[str] | None) -> dict[str, Any]:
+    return dict(parse_setting(s) for s in sets or [])
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    """PerAda: parameter-efficient personalised federated learning."""
+    if version:
+        print(f"perada {__version__}")
+        raise typer.Exit
+
+
+@app.command("train")
+def train_command(
+    source: Source = "digits",
+    method: Annotated[str | None, typer.Option(help="see `perada methods`")] = None,
+    data: DataPath = None,
+    sets: Sets = None,
+    seed: Annotated[int | None, typer.Option(help="of the training; data.seed is the split's")] = None,
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="default runs/PRESET-METHOD-SEED")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue an unfinished run")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an existing run")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train one method: a personalised model for every client."""
+    if resume and overwrite:
+        raise InputError("--resume continues a run and --overwrite replaces it: choose one")
+    bar = _bar()
+    task = bar.add_task("training", total=None)
+    try:
+
+        def on_round(p: RoundProgress) -> None:
+            bar.start()  # not before everything that can be refused has been
+            for name in p.failed:
+                bar.console.print(
+                    f"warning: {name}: training stopped being finite in round {p.round}; kept its last state"
+                )
+            shown = _caption(p.metrics) if p.metrics else None
+            bar.update(task, description=shown, total=p.rounds, completed=p.round)
+
+        run = train(
+            source,
+            method=method,
+            data=data,
+            set=_overrides(sets),
+            seed=seed,
+            device=device,
+            out=out_dir,
+            resume=resume,
+            overwrite=overwrite,
+            on_round=on_round,
+            say=lambda text: err.print(text, highlight=False, soft_wrap=True),
+        )
+    finally:
+        bar.stop()
+    if as_json:
+        _print_json({"run": str(run.path), "report": str(run.path / "report.html"), **run.summary})
+        return
+    out.print(tables.results([run]))
+    out.print(f"run      {run.path}\nreport   {run.path / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+def _bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rounds"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=err,
+    )
+
+
+def _caption(row: dict[str, Any]) -> str:
+    def show(key: str) -> str:
+        value = row[key]["mean"]
+        return "n/a" if value is None else f"{value:.1f}"
+
+    return f"local {show('local_test')} global {show('global_test')}"
+
+
+@app.command()
+def evaluate(
+    run: RunPath,
+    on: Annotated[
+        str, typer.Option(help="local, val, global, shifted, or a shift such as noise or noise:3")
+    ] = "local,global",
+    as_json: AsJson = False,
+) -> None:
+    """Test every client's personal model."""
+    opened = load(run)
+    found = opened.evaluate([s.strip() for s in on.split(",") if s.strip()])
+    if as_json:
+        _print_json({"run": str(run), **{k: v.as_dict() for k, v in found.items()}})
+        return
+    out.print(tables.scores(found))
+
+
+@app.command()
+def predict(
+    run: RunPath,
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...")],
+    client: Annotated[str, typer.Option(help="whose personal model")],
+    as_json: AsJson = False,
+) -> None:
+    """What one client's personal model sees in images."""
+    found = load(run).predict(client, images)
+    if as_json:
+        _print_json(found)
+        return
+    out.print(tables.predictions(found))
+
+
+@app.command()
+def export(
+    run: RunPath,
+    client: Annotated[str, typer.Option(help="whose personal model")],
+    out_file: Annotated[Path, typer.Option("--out", metavar="FILE", help="a name that ends in .safetensors")],
+    merged: Annotated[bool, typer.Option("--merged", help="the whole network instead of the personal part")] = False,
+) -> None:
+    """A client's personal adapter (or merged model) as one file."""
+    load(run).export(client, out_file, merged)
+    out.print(f"wrote {out_file}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
+    out_file: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="default RUN/report.html")] = None,
+) -> None:
+    """One self-contained HTML page about one or several runs."""
+    opened: list[Run] = [load(r) for r in runs]
+    path = out_file or opened[0].path / "report.html"
+    write_report(opened, path)
+    out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def partition(source: Source = "digits", data: DataPath = None, sets: Sets = None, as_json: AsJson = False) -> None:
+    """Who holds what."""
+    from .data import build_federation
+
+    overrides = _overrides(sets)
+    if data is not None:
+        overrides = {"data.name": "folder", **overrides, "data.root": data}
+    config = resolve(source, overrides)
+    federation = build_federation(config.data, device_of("cpu"))
+    if as_json:
+        _print_json(tables.partition_json(federation))
+        return
+    out.print(tables.partition(federation))
+
+
+@app.command()
+def params(
+    backbone: Annotated[str, typer.Argument(metavar="BACKBONE")],
+    classes: Annotated[int, typer.Option(min=1, help="outputs of the head")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Parameter groups of a backbone with adapters, buffers (running statistics) beside them."""
+    groups = count_groups(backbone, classes)
+    if as_json:
+        counts = {name: group["parameters"] for name, group in groups.items()}
+        buffers = {name: group["buffers"] for name, group in groups.items()}
+        _print_json({"backbone": backbone, "classes": classes, **counts, "buffers": buffers})
+        return
+    out.print(tables.groups(backbone, classes, groups))
+
+
+@app.command()
+def methods(as_json: AsJson = False) -> None:
+    """The methods, with parameters a client trains and sends (ResNet-18, 10 classes)."""
+    found = {name: method_sizes(name) for name in REGISTRY}
+    if as_json:
+        _print_json([{"name": name, **sizes} for name, sizes in found.items()])
+        return
+    out.print(tables.methods(found))
+
+
+@app.command("presets")
+def presets_command(as_json: AsJson = False) -> None:
+    """The settings that come with the package."""
+    if as_json:
+        _print_json([{"name": name, "description": text} for name, text in presets().items()])
+        return
+    out.print(tables.presets(presets()))
+
+
+# typer carries its own copy of click in newer versions: take the class from what it exports.
+_UsageError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 failed while running, 2 bad input, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(args=words, standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except _UsageError as error:
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        return _complain(text.replace("\n", " "), 2)
+    except InputError as error:
+        return _complain(str(error), 2)
+    except RunError as error:
+        return _complain(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return _interrupted(words)
+    except BrokenPipeError:
+        return 0
+
+
+def _complain(text: str, code: int) -> int:
+    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    return code
+
+
+def _interrupted(words: list[str]) -> int:
+    again = " ".join(["perada", *(w for w in words if w not in ("--overwrite", "--resume")), "--resume"])
+    saved = f"; the last finished round is saved. Continue with: {again}" if words[:1] == ["train"] else ""
+    print(f"interrupted{saved}", file=sys.stderr)
+    return 130
+
+
+def script() -> None:
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    script()

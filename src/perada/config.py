@@ -1,0 +1,214 @@
+"""TOML preset + overrides -> dataclasses. The only module that knows about keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from .data import DataOptions
+from .distill import Distill
+from .errors import InputError, unknown
+from .methods import REGISTRY, Method, hyperparameters, make_method
+from .models import BACKBONES
+from .trainer import Train
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The `[model]` section."""
+
+    backbone: str = "resnet18"
+    weights: str = "random"  # a .safetensors or .pth file, embedded, torchvision, fedavg or random
+    adapter: Literal["residual"] = "residual"
+    dropout: float = 0.3
+    pretrain_rounds: int = 20  # of FedAvg, where weights = "fedavg"
+
+    def __post_init__(self) -> None:
+        if self.backbone not in BACKBONES:
+            raise unknown("backbone", self.backbone, BACKBONES)
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
+        if self.pretrain_rounds < 1:
+            raise ValueError(f"pretrain_rounds must be at least 1, not {self.pretrain_rounds}")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The `[run]` section."""
+
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["fp32", "fp64"] = "fp32"
+    eval_every: int = 1
+    checkpoint_every: int = 1
+    lanes: int = 0  # most lanes trained at once; 0 is all of a cohort's
+    shifts: bool = False  # at the end, test on shifted copies of the test images too
+
+    def __post_init__(self) -> None:
+        for name, least in (("seed", 0), ("eval_every", 1), ("checkpoint_every", 1), ("lanes", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Config:
+    data: DataOptions = field(default_factory=DataOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    train: Train = field(default_factory=Train)
+    method: dict[str, Any] = field(default_factory=lambda: {"name": "perada"})
+    distill: Distill = field(default_factory=Distill)
+    run: RunOptions = field(default_factory=RunOptions)
+
+    @property
+    def method_name(self) -> str:
+        return str(self.method["name"])
+
+    def make_method(self) -> Method:
+        return make_method(self.method_name, {k: v for k, v in self.method.items() if k != "name"})
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {k: dict(v) if isinstance(v, dict) else dataclasses.asdict(v) for k, v in out.items()}
+
+    def toml(self) -> str:
+        """Fully resolved; training it again reproduces the run."""
+        return "\n".join(
+            f"[{section}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in values.items())
+            for section, values in self.as_dict().items()
+        )
+
+
+SECTIONS: dict[str, Any] = {
+    "data": DataOptions,
+    "model": ModelOptions,
+    "train": Train,
+    "distill": Distill,
+    "run": RunOptions,
+}
+
+
+def presets() -> dict[str, str]:
+    """Name -> one line about it."""
+    found = (p for p in (resources.files("perada") / "presets").iterdir() if p.name.endswith(".toml"))
+    return {
+        p.name.removesuffix(".toml"): str(tomllib.loads(p.read_text("utf8"))["description"])
+        for p in sorted(found, key=lambda p: p.name)
+    }
+
+
+def resolve(source: str = "digits", overrides: Mapping[str, Any] | None = None) -> Config:
+    """A preset's name or a TOML file, with `{"section.key": value}` laid over it."""
+    tables = _read(source)
+    tables.pop("description", None)
+    for key, value in (overrides or {}).items():
+        section, dot, name = key.partition(".")
+        if not dot:
+            raise unknown("key", key, _known_keys("perada"))
+        tables.setdefault(section, {})[name] = value
+    return _build(tables)
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """`section.key=value` from the command line; the value is TOML, or else plain text."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise InputError(f"--set {text!r}: write it as section.key=value")
+    try:
+        return key.strip(), tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value
+
+
+def _read(source: str) -> dict[str, Any]:
+    known = presets()
+    path = Path(source).expanduser()
+    if source in known:
+        text = (resources.files("perada") / "presets" / f"{source}.toml").read_text("utf8")
+    elif path.suffix == ".toml" and path.is_file():
+        text = path.read_text("utf8")
+    elif path.suffix == ".toml":
+        raise InputError(f"no such file: {source}")
+    else:
+        raise unknown("preset", source, known)
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{source}: not valid TOML: {error}") from error
+
+
+def _known_keys(method: str) -> list[str]:
+    keys = [f"{s}.{f.name}" for s, kind in SECTIONS.items() for f in dataclasses.fields(kind)]
+    return [*keys, "method.name", *(f"method.{k}" for k in hyperparameters(method))]
+
+
+def _build(tables: dict[str, Any]) -> Config:
+    method = dict(tables.pop("method", {"name": "perada"}))
+    name = str(method.setdefault("name", "perada"))
+    known = hyperparameters(name)
+    for section, values in tables.items():
+        if section not in SECTIONS or not isinstance(values, dict):
+            raise unknown("section", section, [*SECTIONS, "method"])
+        for key in values:
+            if f"{section}.{key}" not in (keys := _known_keys(name)):
+                raise unknown("key", f"{section}.{key}", keys)
+    made = {s: _section(s, kind, tables.get(s, {})) for s, kind in SECTIONS.items()}
+    settings = {k: v for k, v in method.items() if k != "name"}
+    # A preset's setting for its own method means nothing to another one: keep what any method knows.
+    for key in settings:
+        if key not in known and not any(key in hyperparameters(m) for m in REGISTRY):
+            raise unknown("key", f"method.{key}", _known_keys(name))
+    typed = {k: _coerce(v, known[k], f"method.{k}") for k, v in settings.items() if k in known}
+    try:
+        filled = make_method(name, typed)
+    except ValueError as error:
+        raise InputError(f"method.{error}") from error
+    return Config(method={"name": name, **{k: getattr(filled, k) for k in known}}, **made)
+
+
+def _section(section: str, kind: Any, values: Mapping[str, Any]) -> Any:
+    hints = typing.get_type_hints(kind)
+    typed = {k: _coerce(v, hints[k], f"{section}.{k}") for k, v in values.items()}
+    try:
+        return kind(**typed)
+    except ValueError as error:
+        raise InputError(f"{section}.{error}") from error
+
+
+def _coerce(value: Any, hint: Any, key: str) -> Any:
+    """Check a TOML value against a field's type; whole numbers serve as floats, lists as tuples."""
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        options = typing.get_args(hint)
+        if value not in options:
+            raise InputError(f"{key} must be one of {', '.join(map(str, options))}, not {value!r}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise InputError(f"{key} must be a list, such as [1, 2], not {value!r}")
+        return tuple(_coerce(v, typing.get_args(hint)[0], key) for v in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+        raise InputError(f"{key} must be {words[hint]}, not {value!r}")
+    if hint is float and value != value:
+        raise InputError(f"{key} must be a number, not nan")
+    return value
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if isinstance(value, types.NoneType):
+        raise TypeError("TOML has no null")
+    return json.dumps(value)

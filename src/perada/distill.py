@@ -1,0 +1,169 @@
+"""The server's distillation: many local adapters (teachers) into one global adapter (student).
+
+`w ← w − η_g ∇_w KL(softmax(mean_m f(u, θ_m; x)) ‖ softmax(f(u, w; x)))` on public, unlabelled x. The teacher
+is the average of LOGITS, then softmax. Multi-label data have no softmax: there it is the KL of each label's
+Bernoulli, summed over labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .lanes import LaneModel, Norm, State, fold, key_of, rng_of, stack
+
+
+@dataclass(frozen=True)
+class Distill:
+    """The `[distill]` section."""
+
+    data: str = "none"  # where the public images come from: a source's name, or a folder
+    size: int = 0  # how many of them; 0 is all
+    steps: int = 500
+    batch: int = 2048
+    lr: float = 1e-3
+    rounds: int = 0  # distil in this many first rounds; 0 is every round
+    temperature: float = 1.0
+    schedule: Literal["cosine", "constant"] = "cosine"
+    teacher_norm: Literal["public", "running"] = "public"  # whose statistics normalise in the teachers
+    student_norm: Literal["batch", "frozen"] = "batch"
+    keep_stats: Literal["average", "student"] = "average"  # the running statistics of the distilled adapter
+    guard: Literal["none", "server", "clients"] = "clients"  # who may prefer the plain average
+    candidates: tuple[int, ...] = (20, 60, 150, 500)  # steps after which the student is a candidate
+
+    def __post_init__(self) -> None:
+        for name in ("size", "steps", "rounds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        if self.batch < 2:
+            raise ValueError(f"batch must be at least 2, not {self.batch}")
+        for name in ("lr", "temperature"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        if any(c < 1 for c in self.candidates):
+            raise ValueError("candidates are numbers of steps, at least 1")
+
+    def snapshots(self) -> tuple[int, ...]:
+        """The steps that become candidates: the last one always, the others only where a guard chooses."""
+        early = [c for c in self.candidates if c < self.steps] if self.guard != "none" else []
+        return (*sorted(set(early)), self.steps)
+
+
+def kl(teacher: Tensor, student: Tensor, temperature: float, multilabel: bool) -> Tensor:
+    """Mean KL(teacher ‖ student) over samples, both as logits `[n, classes]`, times T² (Hinton et al.)."""
+    t, s = teacher / temperature, student / temperature
+    if multilabel:
+        p = t.sigmoid()
+        each = p * (F.logsigmoid(t) - F.logsigmoid(s)) + (1 - p) * (F.logsigmoid(-t) - F.logsigmoid(-s))
+        return each.sum(-1).mean() * temperature**2
+    each = t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))
+    return each.sum(-1).mean() * temperature**2
+
+
+def chunks_of(images: int, options: Distill, seed: int) -> list[Tensor]:
+    """The public data, shuffled once by seed (files may be sorted by class), cut into equal chunks."""
+    order = torch.from_numpy(rng_of(seed, "public").permutation(images))
+    order = order[: options.size or images]
+    size = min(options.batch, len(order))
+    return [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
+
+
+@torch.no_grad()
+def teacher_logits(
+    model: LaneModel, teachers: State, images: Sequence[Tensor], norm: Literal["public", "running"]
+) -> list[Tensor]:
+    """The mean of the teachers' logits on every chunk, `[n, classes]` each: once a round, no dropout.
+
+    With norm="public" a teacher normalises with the chunk's own statistics: its running ones come from the
+    few classes of one client and mislead it on foreign images.
+    """
+    mode: Norm = "batch" if norm == "public" else "running"
+    return [model(teachers, x.repeat(teachers.lanes, 1, 1, 1), norm=mode).mean(0) for x in images]
+
+
+def distill(
+    model: LaneModel,
+    student: State,
+    teachers: State,
+    images: Sequence[Tensor],
+    options: Distill,
+    multilabel: bool,
+    key: int,
+) -> tuple[State, list[float]]:
+    """Adam on the student (one lane) -> the candidates of `options.snapshots()` as lanes, and the KL trace.
+
+    `images` are the chunks, prepared: step r uses chunk r mod n. Dropout is on in the student, as in any
+    other training; `key` is its random key.
+    """
+    targets = teacher_logits(model, teachers, images, options.teacher_norm)
+    state = student.map(lambda t: t.detach().clone())
+    for name, p in state.params.items():
+        p.requires_grad_(name not in model.inert)
+    adam = torch.optim.Adam([p for p in state.params.values() if p.requires_grad], lr=options.lr)
+    total = options.steps
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, total) if options.schedule == "cosine" else None
+    keys = torch.tensor([key], dtype=torch.int64, device=model.device)
+    norm: Norm = "train" if options.student_norm == "batch" else "running"
+    wanted, kept, trace = options.snapshots(), [], []
+    for step in range(total):
+        chunk = step % len(images)
+        logits = model(state, images[chunk], norm=norm, dropout=fold(keys, step))[0]
+        loss = kl(targets[chunk], logits, options.temperature, multilabel)
+        adam.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        adam.step()
+        if schedule is not None:
+            schedule.step()
+        trace.append(loss.detach())
+        if step + 1 in wanted:
+            kept.append(_snapshot(state, student, options.keep_stats))
+    return stack(*kept), torch.stack(trace).tolist()
+
+
+def _snapshot(state: State, average: State, keep_stats: str) -> State:
+    buffers = average.buffers if keep_stats == "average" else state.buffers
+    return State({n: p.detach().clone() for n, p in state.params.items()}, {n: b.clone() for n, b in buffers.items()})
+
+
+@dataclass
+class Server:
+    """What a method sees of the server in one round: the mean, the public data, the guard."""
+
+    model: LaneModel
+    images: Sequence[Tensor]  # prepared public chunks; empty where there are none
+    options: Distill
+    multilabel: bool
+    round: int
+    seed: int
+    score: Callable[[State], Tensor]  # candidates -> losses [candidates, judges], NaN where a judge has no data
+    weights: Sequence[float] | None = None  # sample counts of the uploads, where weighting asks for them
+    log: dict[str, object] | None = None  # what the distillation did, for metrics.jsonl
+
+    def distill(self, student: State, teachers: State) -> State:
+        """R steps from `student`, then the guard. Returns the student unchanged where nothing is to be done."""
+        o = self.options
+        if o.steps == 0 or (o.rounds and self.round >= o.rounds):
+            return student
+        if not self.images:
+            raise ValueError("distillation needs public images: set distill.data, or distill.steps=0")
+        key = key_of(self.seed, self.round, "distill")
+        found, trace = distill(self.model, student, teachers, self.images, o, self.multilabel, key)
+        self.log = {"kl_first": trace[0], "kl_last": trace[-1]}
+        if o.guard == "none":
+            return found
+        candidates = stack(student, found)
+        losses = self.score(candidates)
+        judged = losses[:, ~losses.isnan().any(0)].mean(1)
+        best = int(judged.argmin()) if losses.numel() and not judged.isnan().any() else 0
+        steps = [0, *o.snapshots()]
+        self.log |= {
+            "guard_steps": steps,
+            "guard_losses": [None if x != x else x for x in judged.tolist()],
+            "guard_chose": steps[best],
+        }
+        return candidates.map(lambda t: t[best : best + 1].clone())

@@ -1,0 +1,134 @@
+"""Predictions of many lanes on many images, and what they are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.metrics import roc_auc_score
+from torch import Tensor
+
+from .data.federation import Federation, Indices
+from .lanes import LaneModel, State
+
+CHUNK = 4096  # images × lanes in one forward pass
+
+
+@torch.no_grad()
+def logits_of(model: LaneModel, lanes: State, federation: Federation, images: Tensor) -> Tensor:
+    """Every lane on every image (uint8 `[n, C, H, W]`), eval mode -> `[K, n, classes]`."""
+    dtype = next(lanes.tensors()).dtype  # type: ignore[call-overload]
+    size = max(1, CHUNK // lanes.lanes)
+    out = []
+    for part in torch.split(images, size):
+        ready = federation.prepare(part.to(model.device), dtype)
+        out.append(model(lanes, ready.repeat(lanes.lanes, 1, 1, 1)))
+    return torch.cat(out, 1)
+
+
+def logits_on(model: LaneModel, lanes: State, federation: Federation, index: Indices) -> Tensor:
+    """`logits_of` for images of the federation, by index."""
+    return logits_of(model, lanes, federation, federation.images[torch.from_numpy(index).to(model.device)])
+
+
+@torch.no_grad()
+def own_logits(model: LaneModel, lanes: State, federation: Federation, indices: Sequence[Indices]) -> list[Tensor]:
+    """Lane k on its own images `indices[k]`, folded over lanes -> K tensors `[n_k, classes]`."""
+    if lanes.lanes == 1:
+        return [logits_on(model, lanes, federation, i)[0] for i in indices]
+    dtype = next(lanes.tensors()).dtype  # type: ignore[call-overload]
+    longest = max(map(len, indices))
+    size = max(1, CHUNK // lanes.lanes)
+    padded = np.stack([np.resize(i, longest) if len(i) else np.zeros(longest, np.int64) for i in indices])
+    out = []
+    for part in torch.split(torch.from_numpy(padded).to(model.device), size, 1):
+        out.append(model(lanes, federation.prepare(federation.images[part.flatten()], dtype)))
+    logits = torch.cat(out, 1)
+    return [logits[k, : len(i)] for k, i in enumerate(indices)]
+
+
+def score(logits: Tensor, targets: Tensor) -> float | None:
+    """Accuracy in percent, or macro AUC in percent for multi-label targets; None where it is undefined.
+
+    logits `[n, classes]`. A label with one class only has no AUC and is left out of the mean.
+    """
+    if len(targets) == 0:
+        return None
+    if not targets.is_floating_point():
+        return 100.0 * float((logits.argmax(-1) == targets).double().mean())
+    areas = label_areas(logits, targets)
+    defined = [a for a in areas if a is not None]
+    return 100.0 * float(np.mean(defined)) if defined else None
+
+
+def label_areas(logits: Tensor, targets: Tensor) -> list[float | None]:
+    """The area under the ROC curve of each label; None where only one class is present."""
+    found, truth = logits.double().cpu().numpy(), targets.cpu().numpy()
+    return [
+        float(roc_auc_score(truth[:, j], found[:, j])) if 0 < truth[:, j].sum() < len(truth) else None
+        for j in range(truth.shape[1])
+    ]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One number a client, their mean and standard deviation over clients (percent)."""
+
+    per_client: dict[str, float | None]
+
+    @property
+    def values(self) -> NDArray[np.float64]:
+        return np.array([v for v in self.per_client.values() if v is not None], np.float64)
+
+    def as_dict(self) -> dict[str, object]:
+        some = len(self.values) > 0
+        return {
+            "mean": float(self.values.mean()) if some else None,
+            "std": float(self.values.std()) if some else None,
+            "per_client": self.per_client,
+        }
+
+
+def personal_scores(
+    model: LaneModel, lanes: State, federation: Federation, splits: Sequence[str] = ("local", "val", "global")
+) -> dict[str, Scores]:
+    """The clients' own models: `local_test`, `local_val` (own data) and `global_test` (everybody's test data).
+
+    `lanes` has one lane a client, or one lane that all share.
+    """
+    names = [c.name for c in federation.clients]
+    out: dict[str, Scores] = {}
+    if "val" in splits:
+        out["local_val"] = _own(model, lanes, federation, [c.val for c in federation.clients])
+    if "global" in splits:
+        pool = federation.test
+        logits = logits_on(model, lanes, federation, pool).expand(len(names), -1, -1)
+        targets = federation.targets[torch.from_numpy(pool).to(model.device)]
+        values = [score(row, targets) for row in logits]
+        out["global_test"] = Scores(dict(zip(names, values, strict=True)))
+        if "local" in splits:  # a client's own test data are a slice of everybody's
+            ends = np.cumsum([len(c.test) for c in federation.clients])
+            spans = [slice(int(e) - len(c.test), int(e)) for e, c in zip(ends, federation.clients, strict=True)]
+            own = [score(logits[k, s], targets[s]) for k, s in enumerate(spans)]
+            out["local_test"] = Scores(dict(zip(names, own, strict=True)))
+    elif "local" in splits:
+        out["local_test"] = _own(model, lanes, federation, [c.test for c in federation.clients])
+    return out
+
+
+def _own(model: LaneModel, lanes: State, federation: Federation, indices: list[Indices]) -> Scores:
+    found = own_logits(model, lanes, federation, indices)
+    targets = [federation.targets[torch.from_numpy(i).to(model.device)] for i in indices]
+    values = [score(row, t) for row, t in zip(found, targets, strict=True)]
+    return Scores({c.name: v for c, v in zip(federation.clients, values, strict=True)})
+
+
+def on_images(model: LaneModel, lanes: State, federation: Federation, images: Tensor, index: Indices) -> Scores:
+    """Every client's model on altered copies of the images `index` (a shifted test set)."""
+    targets = federation.targets[torch.from_numpy(index).to(model.device)]
+    logits = logits_of(model, lanes, federation, images).expand(len(federation.clients), -1, -1)
+    values = [score(row, targets) for row in logits]
+    return Scores({c.name: v for c, v in zip(federation.clients, values, strict=True)})

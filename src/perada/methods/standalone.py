@@ -1,0 +1,34 @@
+"""Standalone: every client trains its own full model and speaks to nobody.
+
+It trains whenever it would have been sampled, so that it spends the same client epochs as other methods.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..distill import Server
+from ..lanes import LaneModel, State
+from ..trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Standalone:
+    adapters: ClassVar[bool] = False
+    distils: ClassVar[bool] = False
+    trains: ClassVar[str] = "full"
+    copies: ClassVar[int] = 1
+    shares: ClassVar[str | None] = None
+
+    def init(self, model: LaneModel) -> tuple[State, State]:
+        return State(), model.initial()
+
+    def client_update(self, trainer: Trainer, received: State, v: State) -> tuple[State, State]:
+        return State(), trainer.sgd(v)
+
+    def server_update(self, server: Server, state: State, uploads: State) -> tuple[State, State]:
+        return state, state
+
+    def personal(self, received: State, v: State) -> State:
+        return v

@@ -1,0 +1,224 @@
+"""A run folder: config, metrics, checkpoints. Everything is written so that a kill at any moment loses
+nothing that was finished (INTERFACE, "A run folder")."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from .errors import InputError, RunError
+from .lanes import State
+
+KEEP = 2  # checkpoints
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """The file is the old one or the new one, never a part."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with part.open("wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+
+
+def save_state(path: Path, state: State, lane: int = 0) -> str:
+    """One lane as safetensors (`params/NAME`, `buffers/NAME`); returns its sha256."""
+    held = {f"params/{n}": t[lane] for n, t in state.params.items()}
+    held |= {f"buffers/{n}": t[lane] for n, t in state.buffers.items()}
+    data = save({n: t.detach().cpu().contiguous() for n, t in held.items()})
+    write_atomic(path, data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def load_state(path: Path) -> State:
+    """One lane as written by `save_state`, on the CPU."""
+    params: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt") as f:
+            for name in f.keys():  # noqa: SIM118 (not a dict)
+                kind, _, rest = name.partition("/")
+                (params if kind == "params" else buffers)[rest] = f.get_tensor(name).unsqueeze(0)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    return State(params, buffers)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a finished round leaves behind; one state a client, none where clients keep nothing."""
+
+    round: int
+    server: State
+    broadcast: State
+    clients: list[State]
+    note: dict[str, Any]  # small numbers that go into state.json
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._hashes: dict[str, str] = {}  # file name -> sha256 in the newest checkpoint
+        self._newest: Path | None = None
+
+    @staticmethod
+    def check(path: Path, overwrite: bool) -> None:
+        """Refuse a path that must not be written to."""
+        if path.exists() and not path.is_dir():
+            raise InputError(f"{path} is a file: choose another --out")
+        if path.exists() and any(path.iterdir()):
+            if not overwrite:
+                raise InputError(f"{path} exists: --resume continues it, --overwrite replaces it, --out picks another")
+            if not (path / "config.toml").is_file():
+                raise InputError(f"{path} is not a run folder, so it is not overwritten: choose another --out")
+
+    @classmethod
+    def create(cls, path: Path, config_toml: str, overwrite: bool) -> RunFolder:
+        cls.check(path, overwrite)
+        try:
+            if path.exists():
+                shutil.rmtree(path)
+            path.mkdir(parents=True)
+            write_atomic(path / "config.toml", config_toml.encode())
+        except OSError as error:
+            raise InputError(f"cannot write to {path}: {error.strerror}") from error
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        if not (path / "config.toml").is_file():
+            raise InputError(f"{path} is not a run folder (no config.toml): train first, or check the path")
+        return cls(path)
+
+    # metrics
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        with (self.path / "metrics.jsonl").open("a") as f:
+            f.write(json.dumps(row) + "\n")
+            f.flush()
+            os.fsync(f.fileno())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.path / "metrics.jsonl"
+        rows = []
+        for line in path.read_text().splitlines() if path.is_file() else []:
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break  # a line cut off by a kill; nothing follows it
+        return rows
+
+    def cut_metrics(self, after: int) -> None:
+        """Forget what was measured after round `after`: it will be measured again."""
+        rows = [r for r in self.metrics() if r["round"] <= after]
+        write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in rows).encode())
+
+    def write_json(self, name: str, value: object) -> None:
+        write_atomic(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
+
+    def summary(self) -> dict[str, Any]:
+        path = self.path / "summary.json"
+        if not path.is_file():
+            raise InputError(f"{self.path} has no summary yet: finish it with --resume")
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+    # checkpoints
+
+    def save(self, checkpoint: Checkpoint, changed: Iterable[int]) -> None:
+        """Write `round-NNNN` beside the others and rename it into place; clients that did not change are
+        links to the previous checkpoint's files."""
+        target = self.checkpoints / f"round-{checkpoint.round:04d}"
+        part = self.checkpoints / f".{target.name}.part"
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            hashes = {
+                f"{name}.safetensors": save_state(part / f"{name}.safetensors", state)
+                for name, state in (("server", checkpoint.server), ("broadcast", checkpoint.broadcast))
+            }
+            touched = set(changed)
+            for m, state in enumerate(checkpoint.clients):
+                name = f"kept-{m:04d}.safetensors"
+                if m in touched or name not in self._hashes or not self._link(name, part):
+                    hashes[name] = save_state(part / name, state)
+                else:
+                    hashes[name] = self._hashes[name]
+            note = {"round": checkpoint.round, "sha256": hashes, "note": checkpoint.note}
+            write_atomic(part / "state.json", json.dumps(note, indent=1).encode())
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(part, target)
+        except OSError as error:
+            raise RunError(f"cannot write {target}: {error.strerror}; the checkpoint before it is whole") from error
+        self._hashes, self._newest = hashes, target
+        for old in self._found()[:-KEEP]:
+            shutil.rmtree(old)
+
+    def _link(self, name: str, part: Path) -> bool:
+        if self._newest is None or not (self._newest / name).is_file():
+            return False
+        try:
+            os.link(self._newest / name, part / name)
+        except OSError:  # a file system without links
+            shutil.copyfile(self._newest / name, part / name)
+        return True
+
+    def _found(self) -> list[Path]:
+        return sorted(self.checkpoints.glob("round-*")) if self.checkpoints.is_dir() else []
+
+    def load(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest whole checkpoint, and a line about each damaged one passed over."""
+        warnings: list[str] = []
+        for path in reversed(self._found()):
+            try:
+                return self._read(path), warnings
+            except (InputError, OSError, ValueError, KeyError) as error:
+                warnings.append(f"{path.name} is damaged and passed over: {error}")
+        if warnings:
+            raise InputError(f"{self.path}: no checkpoint is whole ({warnings[0]}): train again with --overwrite")
+        return None, warnings
+
+    def _read(self, path: Path) -> Checkpoint:
+        note = json.loads((path / "state.json").read_text())
+        for name, digest in note["sha256"].items():
+            if hashlib.sha256((path / name).read_bytes()).hexdigest() != digest:
+                raise InputError(f"{name} does not match its checksum")
+        kept = [load_state(path / n) for n in sorted(note["sha256"]) if n.startswith("kept-")]
+        self._hashes, self._newest = note["sha256"], path
+        return Checkpoint(
+            round=note["round"],
+            server=load_state(path / "server.safetensors"),
+            broadcast=load_state(path / "broadcast.safetensors"),
+            clients=kept,
+            note=note["note"],
+        )
+
+    # the frozen backbone, where it cannot be made again from the config alone
+
+    def save_backbone(self, tensors: Mapping[str, Tensor]) -> None:
+        held = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
+        write_atomic(self.path / "backbone.safetensors", save(held))
+
+    @property
+    def backbone(self) -> Path | None:
+        path = self.path / "backbone.safetensors"
+        return path if path.is_file() else None
+
+
+def device_of(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("run.device=cuda: torch sees no CUDA device here; use --device cpu or auto")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")

@@ -1,0 +1,276 @@
+"""The round loop on one machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .config import Config
+from .data import Federation, build_federation, public_images
+from .distill import Server, chunks_of
+from .errors import InputError
+from .evaluate import logits_on, personal_scores, score
+from .lanes import LaneModel, State, gather, repeat, rng_of, scatter, stack
+from .methods import Method
+from .models import build_backbone, lane_model, load_into
+from .models.resnet import ResNet
+from .runs import Checkpoint, RunFolder, device_of
+from .trainer import Trainer, sample_loss
+
+Say = Callable[[str], None]
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What happened in a round, for progress bars and logs."""
+
+    round: int
+    rounds: int
+    metrics: dict[str, Any] | None  # where this round was evaluated
+    failed: tuple[str, ...]  # clients whose training stopped being finite
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The whole state between two rounds. It is replaced in one assignment, so a round is all or nothing."""
+
+    round: int
+    server: State
+    broadcast: State
+    kept: State  # a lane a client, or empty
+    counters: dict[str, int]
+    last: dict[str, Any]  # what the round reported: training loss, distillation, failures
+    changed: frozenset[int] = frozenset()  # clients changed since the last checkpoint
+
+
+class Simulation:
+    """All clients of a federation on this machine. `step()` is one round of Algorithm 1."""
+
+    def __init__(
+        self, config: Config, federation: Federation, model: LaneModel, method: Method, public: list[Tensor]
+    ) -> None:
+        self.config, self.federation, self.model, self.method = config, federation, model, method
+        self.public = public
+        server, client = method.init(model)
+        kept = repeat(client, len(federation.clients))
+        counters = {"bytes_up": 0, "bytes_down": 0, "distilled": 0, "accepted": 0}
+        self.now = Moment(0, server, server, kept, counters, {})
+        self.seconds = 0.0
+        self.backbone: dict[str, Tensor] | None = None  # weights the config alone cannot make again
+
+    def cohort(self, round: int) -> list[int]:
+        """The clients sampled in a round: a pure function of (seed, round)."""
+        total = len(self.federation.clients)
+        rng = rng_of(self.config.run.seed, round, "cohort")
+        return sorted(int(m) for m in rng.choice(total, self.config.train.cohort, replace=False))
+
+    def step(self) -> None:
+        """Train the cohort, update the server."""
+        start, now = time.perf_counter(), self.now
+        clients = self.cohort(now.round)
+        trainer = self.trainer(clients)
+        upload, kept = self.method.client_update(trainer, now.broadcast, gather(now.kept, clients))
+        server = self._server(trainer)
+        state, broadcast = self.method.server_update(server, now.server, upload)
+        last: dict[str, Any] = {"train_loss": float(np.mean(trainer.losses)), "distill": server.log}
+        if trainer.failed:
+            last["failed"] = sorted(trainer.failed)
+        self.now = Moment(
+            round=now.round + 1,
+            server=state,
+            broadcast=broadcast,
+            kept=scatter(now.kept, clients, kept) if kept.lanes else now.kept,
+            counters=self._count(upload, broadcast, server.log, len(clients)),
+            last=last,
+            changed=now.changed | set(clients),
+        )
+        self.seconds += time.perf_counter() - start
+
+    def _count(self, upload: State, broadcast: State, log: dict[str, Any] | None, clients: int) -> dict[str, int]:
+        """Bytes over the (simulated) network so far, and how often distillation ran and was accepted."""
+        now = self.now
+        down = now.broadcast.bytes_per_lane()
+        if log and "guard_chose" in log and self.config.distill.guard == "clients":
+            down += len(log["guard_steps"]) * broadcast.bytes_per_lane()  # the candidates they judge
+        return {
+            "bytes_up": now.counters["bytes_up"] + upload.bytes_per_lane() * clients,
+            "bytes_down": now.counters["bytes_down"] + down * clients,
+            "distilled": now.counters["distilled"] + int(log is not None),
+            "accepted": now.counters["accepted"] + int(log is not None and log.get("guard_chose") != 0),
+        }
+
+    def trainer(self, clients: Sequence[int]) -> Trainer:
+        run = self.config.run
+        return Trainer(self.model, self.federation, clients, self.now.round, run.seed, self.config.train, run.lanes)
+
+    def _server(self, trainer: Trainer) -> Server:
+        sizes = [float(len(self.federation.clients[c].train)) for c in trainer.clients]
+        weights = sizes if self.config.train.weighting == "samples" else None
+
+        def judge(candidates: State) -> Tensor:
+            if self.config.distill.guard == "server":
+                return self._server_losses(candidates)
+            found: Tensor = self.method.client_score(trainer, candidates)  # type: ignore[attr-defined]
+            return found
+
+        return Server(
+            self.model,
+            self.public,
+            self.config.distill,
+            self.federation.multilabel,
+            self.now.round,
+            self.config.run.seed,
+            judge,
+            weights,
+        )
+
+    def _server_losses(self, candidates: State) -> Tensor:
+        """Candidates on the server's own labelled validation data, `[candidates, 1]`."""
+        index = self.federation.server_val
+        logits = logits_on(self.model, candidates, self.federation, index)
+        targets = self.federation.targets[torch.from_numpy(index).to(logits.device)]
+        losses = sample_loss(logits, targets.expand(candidates.lanes, *targets.shape))
+        return losses.mean(1, keepdim=True).double().cpu()
+
+    def personal(self) -> State:
+        """What the clients predict with now: a lane each, or one that all share."""
+        return self.method.personal(self.now.broadcast, self.now.kept)
+
+    def evaluate(self) -> dict[str, Any]:
+        """The row of metrics.jsonl for this moment."""
+        start, now = time.perf_counter(), self.now
+        found = personal_scores(self.model, self.personal(), self.federation)
+        row: dict[str, Any] = {"round": now.round, **{k: v.as_dict() for k, v in found.items()}}
+        row["global_model"] = None
+        if self.model.holds(now.broadcast):
+            index = self.federation.test
+            logits = logits_on(self.model, now.broadcast, self.federation, index)[0]
+            value = score(logits, self.federation.targets[torch.from_numpy(index).to(logits.device)])
+            row["global_model"] = {"global_test": value}
+        self.seconds += time.perf_counter() - start
+        return {**row, **now.counters, "seconds": self.seconds, **now.last}
+
+    def save(self, folder: RunFolder) -> None:
+        now = self.now
+        clients = [now.kept.map(lambda t, m=m: t[m : m + 1]) for m in range(now.kept.lanes)]  # type: ignore[misc]
+        note = {"counters": now.counters, "last": now.last, "seconds": self.seconds}
+        folder.save(Checkpoint(now.round, now.server, now.broadcast, clients, note), now.changed)
+        self.now = replace(now, changed=frozenset())
+
+    def restore(self, saved: Checkpoint) -> None:
+        device, dtype = self.model.device, DTYPES[self.config.run.precision]
+
+        def here(state: State) -> State:
+            return state.map(lambda t: t.to(device, dtype))
+
+        kept = stack(*map(here, saved.clients)) if saved.clients else State()
+        note = saved.note
+        self.now = Moment(
+            saved.round, here(saved.server), here(saved.broadcast), kept, dict(note["counters"]), dict(note["last"])
+        )
+        self.seconds = float(note["seconds"])
+
+
+def prepare(config: Config, backbone: Path | None = None, say: Say = lambda text: None) -> Simulation:
+    """Data, backbone, method: everything before the first round. `backbone` is the copy a run folder keeps."""
+    device, dtype = device_of(config.run.device), DTYPES[config.run.precision]
+    federation = build_federation(config.data, device)
+    _check(config, federation)
+    method = config.make_method()
+    public = _public(config, federation, method, device, dtype)
+    net = _backbone(config, federation, backbone, say)
+    model = lane_model(net, method.trains, method.adapters, config.model.dropout, config.run.seed)
+    sim = Simulation(config, federation, model.to(device, dtype), method, public)
+    if config.model.weights not in ("embedded", "random"):
+        sim.backbone = {k: t for k, t in net.state_dict().items() if not k.endswith("num_batches_tracked")}
+    return sim
+
+
+def _check(config: Config, federation: Federation) -> None:
+    clients = len(federation.clients)
+    if config.train.cohort > clients:
+        raise InputError(f"train.cohort={config.train.cohort} but there are {clients} clients: lower it")
+    if config.distill.guard == "server" and config.distill.steps and not len(federation.server_val):
+        raise InputError("distill.guard=server needs labelled data at the server: set data.server_val, such as 0.05")
+
+
+def _public(
+    config: Config, federation: Federation, method: Method, device: torch.device, dtype: torch.dtype
+) -> list[Tensor]:
+    if not method.distils or config.distill.steps == 0:
+        return []
+    images = public_images(config.distill.data, config.data.size)
+    if images is None:
+        raise InputError("distillation needs public images: set distill.data, or --set distill.steps=0")
+    if images.shape[2:] != federation.images.shape[2:]:
+        raise InputError(
+            f"public images are {tuple(images.shape[2:])} pixels and the clients' {tuple(federation.images.shape[2:])}"
+        )
+    chunks = chunks_of(len(images), config.distill, config.data.seed)
+    return [federation.prepare(images[c].to(device), dtype) for c in chunks]
+
+
+def _backbone(config: Config, federation: Federation, held: Path | None, say: Say) -> ResNet:
+    """The pretrained network, with the report of what its weights gave."""
+    source = str(held) if held else config.model.weights
+    if source == "fedavg":
+        return _pretrain(config, say)
+    net, report = build_backbone(config.model.backbone, len(federation.classes), source, config.run.seed)
+    for line in report.lines() if report and not held else []:
+        say(line)
+    return net
+
+
+def _pretrain(config: Config, say: Say) -> ResNet:
+    """FedAvg from scratch on the clients' own data (SPEC, section 8: initialisation)."""
+    rounds = config.model.pretrain_rounds
+    say(f"pretraining {config.model.backbone} with {rounds} rounds of FedAvg on the clients' data")
+    start = replace(
+        config,
+        model=replace(config.model, weights="random"),
+        method={"name": "fedavg"},
+        train=replace(config.train, rounds=rounds),
+    )
+    sim = prepare(start)
+    for _ in range(rounds):
+        sim.step()
+    net, _ = build_backbone(config.model.backbone, len(sim.federation.classes), "random", config.run.seed)
+    found = {n: t[0].cpu() for held in (sim.now.broadcast.params, sim.now.broadcast.buffers) for n, t in held.items()}
+    load_into(net, {n: t.float() for n, t in found.items()}, "fedavg")
+    return net
+
+
+def run(
+    sim: Simulation, folder: RunFolder, on_round: Callable[[Progress], None] = lambda progress: None
+) -> dict[str, Any]:
+    """Train to the last round, saving and evaluating on the way; returns the last evaluation.
+
+    An interruption saves the last finished round before it goes on up.
+    """
+    options, last = sim.config.run, sim.config.train.rounds
+    rows = {r["round"]: r for r in folder.metrics()}
+    try:
+        while True:
+            at = sim.now.round
+            due = at == last or (at and at % options.eval_every == 0)
+            if due and at not in rows:  # it may be there already: the run was stopped just after it
+                rows[at] = sim.evaluate()
+                folder.append_metrics(rows[at])
+            on_round(Progress(at, last, rows.get(at), tuple(sim.now.last.get("failed", ()))))
+            if at >= last:
+                return rows[at]
+            sim.step()
+            if sim.now.round % options.checkpoint_every == 0 or sim.now.round == last:
+                sim.save(folder)
+    except KeyboardInterrupt:
+        if sim.now.changed:
+            sim.save(folder)
+        raise

@@ -1,0 +1,141 @@
+"""What the command line prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.table import Table
+
+from .data import Federation
+from .evaluate import Scores
+
+if TYPE_CHECKING:
+    from .api import Run
+
+SHADES = " ░▒▓█"
+
+
+def spread(found: Mapping[str, Any] | None) -> str:
+    """`91.82 ± 4.43`, or n/a."""
+    if not found or found.get("mean") is None:
+        return "n/a"
+    return f"{found['mean']:.2f} ± {found['std']:.2f}"
+
+
+def millions(number: int) -> str:
+    return f"{number / 1e6:.2f}M" if number >= 10**5 else f"{number:,}"
+
+
+def results(runs: Sequence[Run]) -> Table:
+    """A row a run, as in the paper's table."""
+    summaries = [r.summary for r in runs]
+    unit = "AUC" if summaries[0]["metric"] == "auc" else "accuracy"
+    table = Table(title=f"{summaries[0]['data']}: {unit} in %, mean ± std over clients' personal models")
+    table.add_column("method")
+    for name in ("trained", "sent", "Local-test", "Global-test", "shifted", "global model", "guard accepted"):
+        table.add_column(name, justify="right")
+    for s in summaries:
+        server = s["global_model"]["global_test"] if s["global_model"] else None
+        table.add_row(
+            s["method"],
+            millions(s["parameters"]["trained"]),
+            millions(s["parameters"]["communicated"]),
+            spread(s["local_test"]),
+            spread(s["global_test"]),
+            spread(s.get("shifted")),
+            "n/a" if server is None else f"{server:.2f}",
+            f"{s['accepted']} of {s['distilled']}" if s["distilled"] else "–",
+        )
+    return table
+
+
+def scores(found: Mapping[str, Scores]) -> Table:
+    table = Table(title="personal models, in %")
+    table.add_column("client")
+    for name in found:
+        table.add_column(name, justify="right")
+    for client in next(iter(found.values())).per_client:
+        row = [s.per_client[client] for s in found.values()]
+        table.add_row(client, *("n/a" if v is None else f"{v:.2f}" for v in row))
+    table.add_section()
+    table.add_row("mean ± std", *(spread(s.as_dict()) for s in found.values()))
+    return table
+
+
+def predictions(found: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table()
+    table.add_column("image")
+    table.add_column("prediction")
+    for one in found:
+        best = list(one["probabilities"].items())[:3]
+        table.add_row(one["image"], ", ".join(f"{name} {p:.1%}" for name, p in best))
+    return table
+
+
+def unlikeness(counts: np.ndarray[Any, Any]) -> float:
+    """Mean total-variation distance between two clients' label distributions."""
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    pairs = np.triu_indices(len(shares), 1)
+    distance = 0.5 * np.abs(shares[pairs[0]] - shares[pairs[1]]).sum(1)
+    return float(distance.mean()) if len(distance) else 0.0
+
+
+def partition(federation: Federation) -> Table:
+    counts = federation.label_counts()
+    table = Table(title=f"{federation.name}: training samples of each class", caption_justify="left")
+    table.caption = f"mean total-variation distance between clients: {unlikeness(counts):.2f}"
+    table.add_column("client")
+    for name in ("train", "val", "test"):
+        table.add_column(name, justify="right")
+    many = len(federation.classes) > 20
+    for name in ["classes"] if many else federation.classes:
+        table.add_column(name, justify="right")
+    top = max(1, int(counts.max()))
+    for client, row in zip(federation.clients, counts, strict=True):
+        shades = [SHADES[int(np.ceil(n / top * (len(SHADES) - 1)))] for n in row]
+        cells = ["".join(shades)] if many else [f"{n} {s}" if n else "·" for n, s in zip(row, shades, strict=True)]
+        table.add_row(client.name, str(len(client.train)), str(len(client.val)), str(len(client.test)), *cells)
+    return table
+
+
+def partition_json(federation: Federation) -> dict[str, Any]:
+    counts = federation.label_counts()
+    return {
+        "data": federation.name,
+        "classes": list(federation.classes),
+        "unlikeness": unlikeness(counts),
+        "clients": [
+            {"name": c.name, "train": len(c.train), "val": len(c.val), "test": len(c.test), "counts": row.tolist()}
+            for c, row in zip(federation.clients, counts, strict=True)
+        ],
+    }
+
+
+def groups(backbone: str, classes: int, found: Mapping[str, Mapping[str, int]]) -> Table:
+    table = Table(title=f"{backbone}, {classes} classes")
+    table.add_column("group")
+    for name in ("parameters", "of full", "buffers"):
+        table.add_column(name, justify="right")
+    for name, size in found.items():
+        share = size["parameters"] / found["full"]["parameters"]
+        table.add_row(name, f"{size['parameters']:,}", f"{share:.1%}", f"{size['buffers']:,}")
+    return table
+
+
+def methods(found: Mapping[str, Mapping[str, int]]) -> Table:
+    table = Table(title="parameters a client trains and sends each round (ResNet-18, 10 classes)")
+    table.add_column("method")
+    table.add_column("trained", justify="right")
+    table.add_column("sent", justify="right")
+    for name, size in found.items():
+        table.add_row(name, f"{size['trained']:,}", f"{size['communicated']:,}")
+    return table
+
+
+def presets(found: Mapping[str, str]) -> Table:
+    table = Table(show_header=False, box=None)
+    for name, text in found.items():
+        table.add_row(name, text)
+    return table

@@ -1,0 +1,141 @@
+"""What a method sees of a cohort: its lanes, its data, SGD. The same for one client on its own machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .data.batches import ClientBatches, steps_of
+from .data.federation import Federation
+from .evaluate import logits_on
+from .lanes import LaneModel, Options, Pull, State, gather, sgd, stack
+
+
+@dataclass(frozen=True)
+class Train:
+    """The `[train]` section: what every method's client training shares."""
+
+    rounds: int = 200
+    cohort: int = 8  # clients sampled each round
+    epochs: int = 10
+    batch: int = 64
+    lr: float = 0.01
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float = 0.0  # bound on the norm of a lane's gradient; 0 is off
+    weighting: Literal["uniform", "samples"] = "uniform"  # how the server averages
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "cohort", "epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.batch < 2:
+            raise ValueError(f"batch must be at least 2 (batch norm needs two samples), not {self.batch}")
+        if not self.lr > 0:
+            raise ValueError(f"lr must be above 0, not {self.lr}")
+        for name in ("momentum", "weight_decay", "clip"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+
+
+def sample_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Per-sample loss `[..., B]`: cross-entropy for class indices, mean binary cross-entropy for label vectors."""
+    if targets.is_floating_point():
+        return F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").mean(-1)
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
+
+
+@dataclass
+class Trainer:
+    """A cohort in one round. Lane k of a state belongs to client `clients[k % len(clients)]`."""
+
+    model: LaneModel
+    federation: Federation
+    clients: Sequence[int]
+    round: int
+    seed: int
+    options: Train
+    lanes_at_once: int = 0  # 0: all; otherwise a cohort is trained in groups of this many lanes
+    losses: list[float] = field(default_factory=list)  # mean training loss of each client's last copy
+    failed: set[str] = field(default_factory=set)  # clients whose training stopped being finite
+
+    def sgd(
+        self,
+        lanes: State,
+        *,
+        pull: tuple[State, float | Sequence[float]] | None = None,
+        lr: float | Sequence[float] | None = None,
+        epochs: int | Sequence[int] | None = None,
+    ) -> State:
+        """Train `lanes`: one copy a client, or several stacked (all clients' first copies, then the second, ...).
+
+        `pull=(centre, strength)` adds `strength · (p − centre)` to the gradient. strength, lr and epochs are
+        one number, or one for each copy.
+        """
+        copies, rest = divmod(lanes.lanes, len(self.clients))
+        if rest or not copies:
+            raise ValueError(f"{lanes.lanes} lanes are not whole copies of {len(self.clients)} clients")
+        owner = list(self.clients) * copies
+        rates = self._per_lane(self.options.lr if lr is None else lr, copies)
+        epoch = self._per_lane(self.options.epochs if epochs is None else epochs, copies)
+        size = [len(self.federation.clients[c].train) for c in owner]
+        steps = [steps_of(n, self.options.batch, int(e)) for n, e in zip(size, epoch, strict=True)]
+        strength = self._per_lane(pull[1], copies) if pull else None
+        parts: list[State] = []
+        means: list[float] = []
+        group = self.lanes_at_once or lanes.lanes
+        for at in range(0, lanes.lanes, group):
+            chosen = range(at, min(at + group, lanes.lanes))
+            centre = None
+            if pull and strength:
+                towards = pull[0] if pull[0].lanes == 1 else gather(pull[0], list(chosen))
+                centre = Pull(towards, [strength[k] for k in chosen])
+            done = self._run(gather(lanes, list(chosen)), chosen, owner, steps, rates, centre)
+            parts.append(done[0])
+            means.extend(done[1])
+        self.losses = means[-len(self.clients) :]
+        return stack(*parts)
+
+    def _run(
+        self,
+        start: State,
+        chosen: range,
+        owner: Sequence[int],
+        steps: Sequence[int],
+        rates: Sequence[float],
+        pull: Pull | None,
+    ) -> tuple[State, list[float]]:
+        mine = [owner[k] for k in chosen]
+        steps = [steps[k] for k in chosen]
+        dtype = next(iter(start.params.values())).dtype
+        batches = ClientBatches(self.federation, mine, steps, self.options.batch, self.seed, self.round, dtype)
+        options = Options(self.options.momentum, self.options.weight_decay, self.options.clip or None)
+        result = sgd(self.model, start, batches, sample_loss, [rates[k] for k in chosen], steps, pull, options)
+        self.failed |= {self.federation.clients[mine[k]].name for k in result.failed}
+        return result.state, result.trace.nanmean(0).tolist()
+
+    def _per_lane(self, value: float | Sequence[float], copies: int) -> list[float]:
+        values = [value] * copies if isinstance(value, (int, float)) else list(value)
+        if len(values) != copies:
+            raise ValueError(f"{len(values)} values for {copies} copies of the cohort")
+        return [v for v in values for _ in self.clients]
+
+    def validation_losses(self, candidates: State) -> Tensor:
+        """Each candidate lane on each client's own validation data: mean loss `[candidates, clients]`.
+
+        NaN where a client holds no validation data.
+        """
+        out = torch.full((candidates.lanes, len(self.clients)), torch.nan, dtype=torch.float64)
+        for j, c in enumerate(self.clients):
+            index = self.federation.clients[c].val
+            if len(index):
+                logits = logits_on(self.model, candidates, self.federation, index)
+                targets = self.federation.targets[torch.from_numpy(index).to(logits.device)]
+                losses = sample_loss(logits, targets.expand(candidates.lanes, *targets.shape))
+                out[:, j] = losses.mean(1).double().cpu()
+        return out

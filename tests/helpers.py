@@ -1,0 +1,21 @@
+"""What several rooms' tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def assert_close_norm(a: Tensor, b: Tensor, tol: float = 1e-9, what: str = "") -> None:
+    """‖a − b‖ <= tol · ‖b‖ (b is the oracle). A NaN anywhere fails."""
+    assert a.shape == b.shape, f"{what}: {tuple(a.shape)} is not {tuple(b.shape)}"
+    error, size = (a - b).norm().item(), b.norm().item()
+    assert error <= tol * max(size, 1e-12), f"{what}: differs by {error:.3e}, norm {size:.3e}"
+
+
+def assert_same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    """The same names and, bit for bit, the same values."""
+    assert a.keys() == b.keys()
+    assert [n for n in a if not torch.equal(a[n], b[n])] == []

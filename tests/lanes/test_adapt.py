@@ -1,0 +1,296 @@
+"""adapt() on somebody else's module: convolutions in blocks, batch norm, dropout, a linear head."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from helpers import assert_close_norm, assert_same_tensors
+from torch import Tensor, nn
+
+from perada.lanes import Batch, Group, LaneModel, Options, adapt, fold, gather, sgd
+
+from . import oracle
+from .problems import cross_entropy, noisy
+
+K, B = 3, 6
+
+
+class Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.norm = nn.BatchNorm2d(outputs)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(torch.relu(self.norm(self.conv(x))))
+
+
+class Foreign(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.blocks = nn.Sequential(Block(4, 5), nn.MaxPool2d(2), Block(5, 6))
+        self.middle = nn.Linear(6, 7)
+        self.head = nn.Linear(7, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(torch.relu(self.stem(x))).mean((2, 3))
+        return self.head(torch.relu(self.middle(x)))
+
+
+def images(*shape: int) -> Tensor:
+    return torch.randn(*shape, 3, 8, 8, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def foreign() -> Foreign:
+    """In eval mode, with running statistics that are not a new norm's zeros and ones."""
+    torch.manual_seed(0)
+    net = Foreign().double().train()
+    with torch.no_grad():
+        for batch in images(5, 16):
+            net(3.0 * batch)
+    return net.eval()
+
+
+def lane_model(**how: object) -> LaneModel:
+    return adapt(foreign(), **how).to("cpu", torch.float64)
+
+
+def batches(step: int, lanes: Tensor) -> Batch:
+    k = len(lanes)
+    x = torch.stack([images(K, 9, B)[i, step] for i in lanes.tolist()])
+    targets = (torch.arange(B) + lanes[:, None] + step) % 4
+    return Batch(x.flatten(0, 1), targets, torch.ones(k, B, dtype=torch.float64), fold(lanes, step))
+
+
+def test_the_module_itself_is_not_changed() -> None:
+    net = foreign()
+    net.train()
+    before, kinds = copy.deepcopy(net.state_dict()), [type(m) for m in net.modules()]
+    model = adapt(net).to("cpu", torch.float64)
+    sgd(model, model.repeated(K), batches, cross_entropy, [0.1] * K, [3] * K)
+    assert_same_tensors(net.state_dict(), before)
+    assert [type(m) for m in net.modules()] == kinds
+    assert all(p.requires_grad for p in net.parameters())
+    assert all(m.training for m in net.modules())
+
+
+def test_the_default_rule_adapts_the_3x3_convolutions_of_blocks() -> None:
+    added = {n.partition(".adapter.")[0] for n in adapt(foreign()).initial().params if ".adapter." in n}
+    assert added == {"blocks.0.conv", "blocks.2.conv"}
+    only = {n.partition(".adapter.")[0] for n in adapt(foreign(), where=r"^stem").initial().params if ".adapter." in n}
+    assert only == {"stem"}
+
+
+def test_the_adapter_group() -> None:
+    # adapters, the blocks' norm affines and the head; every norm's statistics travel along.
+    adapters = [f"blocks.{i}.conv.adapter.{t}" for i in (0, 2) for t in ("norm.weight", "norm.bias", "conv.weight")]
+    norms = [f"blocks.{i}.norm.{t}" for i in (0, 2) for t in ("weight", "bias")]
+    start = adapt(foreign()).initial()
+    assert set(start.params) == {*adapters, *norms, "head.weight", "head.bias"}
+    owners = [f"blocks.{i}.{n}" for i in (0, 2) for n in ("norm", "conv.adapter.norm")]
+    assert set(start.buffers) == {f"{n}.{b}" for n in owners for b in ("running_mean", "running_var")}
+
+
+def test_a_new_adapter_is_the_identity() -> None:
+    net, model, x = foreign(), lane_model(), images(B)
+    logits = model(model.initial(), x)[0]
+    assert 0.0 < (logits - net(x)).abs().max() < 1e-3
+    bare = adapt(net, adapter=None)
+    assert_close_norm(bare(bare.initial(), x)[0], net(x), 1e-12)
+
+
+def test_an_adapters_norm_starts_from_the_following_norm() -> None:
+    start = lane_model().initial().buffers
+    for i in (0, 2):
+        for b in ("running_mean", "running_var"):
+            assert_close_norm(start[f"blocks.{i}.conv.adapter.norm.{b}"], start[f"blocks.{i}.norm.{b}"], 1e-6)
+    assert bool(start["blocks.0.conv.adapter.norm.running_mean"].any())
+
+
+def test_an_adapter_takes_the_dtype_of_its_convolution() -> None:
+    assert {p.dtype for p in adapt(foreign()).module.parameters()} == {torch.float64}
+
+
+def test_adapters_are_drawn_from_the_seed() -> None:
+    a, b, c = (adapt(foreign(), seed=s).initial().params["blocks.0.conv.adapter.conv.weight"] for s in (0, 0, 1))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+    assert float(a.std()) == pytest.approx(1e-4, rel=0.5)
+
+
+def test_training_leaves_the_frozen_tensors_alone() -> None:
+    model = lane_model()
+    before = copy.deepcopy(model.module.state_dict())
+    start = model.repeated(K)
+    end = sgd(model, start, batches, cross_entropy, [0.1] * K, [9] * K, options=Options(momentum=0.9)).state
+    assert_same_tensors(model.module.state_dict(), before)
+    moved = {n for n in end.params if not torch.equal(end.params[n], start.params[n])}
+    assert moved == end.params.keys() - model.inert
+    assert all(not torch.equal(end.buffers[n], start.buffers[n]) for n in end.buffers)
+
+
+@pytest.mark.parametrize("trained", ["full", ["stem.weight", "stem.bias", "middle.weight", "middle.bias"]])
+def test_a_foreign_module_trains_like_the_oracle(trained: str | list[str]) -> None:
+    net = foreign()
+    for block in (net.blocks[0], net.blocks[2]):
+        block.drop.p = 0.0
+    model = adapt(net, adapter=None, trained=trained)
+    start = noisy(model.repeated(K))
+    end = sgd(model, start, batches, cross_entropy, [0.1] * K, [9, 2, 5]).state
+    for k, steps in enumerate([9, 2, 5]):
+        data = [(b.images, b.targets[0], b.weights[0]) for b in (batches(i, torch.tensor([k])) for i in range(steps))]
+        lane = {n: t[k] for n, t in {**start.params, **start.buffers}.items()}
+        wanted, _ = oracle.train(net, lane, start.params, data, oracle.Sgd(0.1))
+        for name, t in {**end.params, **end.buffers}.items():
+            assert_close_norm(t[k], wanted[name], what=name)
+
+
+def test_the_modules_own_dropout_is_each_lanes() -> None:
+    model = lane_model(adapter=None)
+    start, batch = model.repeated(2), batches(0, torch.tensor([0, 0]))
+    one, two = model(start, batch.images, dropout=torch.tensor([11, 12]))
+    assert not torch.equal(one, two), "two keys, two masks"
+    one, two = model(start, batch.images, dropout=torch.tensor([11, 11]))
+    assert torch.equal(one, two)
+    assert torch.equal(*model(start, batch.images))
+
+
+def test_other_dropouts_are_not_silently_off() -> None:
+    # The module runs in eval mode: a dropout that adapt() does not know would never drop anything.
+    net = nn.Sequential(foreign().stem, nn.Dropout2d(0.5), nn.Flatten(), nn.Linear(4 * 36, 2).double())
+    with contextlib.suppress(ValueError):  # refusing it would be as good
+        model = adapt(net, adapter=None, trained="output")
+        x, start = images(B), model.initial()
+        assert not torch.equal(model(start, x, dropout=torch.tensor([1])), model(start, x))
+
+
+def test_plain_is_the_lane_as_an_ordinary_module() -> None:
+    model = lane_model()
+    state = sgd(model, noisy(model.repeated(K)), batches, cross_entropy, [0.1] * K, [4] * K).state
+    x = images(B)
+    together = model(state, x.repeat(K, 1, 1, 1))
+    for k in range(K):
+        plain = model.plain(gather(state, [k]))
+        assert isinstance(plain, nn.Module)
+        assert not any(m.training for m in plain.modules())
+        assert_close_norm(plain(x), together[k])
+        # Stand-alone: neither writing to it nor reading it in train mode reaches the lane model.
+        before = copy.deepcopy(model.module.state_dict())
+        plain.train()(x)
+        assert_same_tensors(model.module.state_dict(), before)
+
+
+def test_load_writes_one_lane_into_the_module() -> None:
+    model = lane_model()
+    lane = noisy(model.initial())
+    model.load(lane)
+    assert_same_tensors(model.initial().params, lane.params)
+    assert_same_tensors(model.initial().buffers, lane.buffers)
+
+
+class WithNorm(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), norm, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(x)).mean((2, 3)))
+
+
+class WithAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(4, 2), nn.Linear(4, 2)
+
+
+def test_a_trained_layer_without_a_lane_aware_form_is_named() -> None:
+    with pytest.raises(ValueError, match=r"norm: a trained GroupNorm"):
+        adapt(WithNorm(nn.GroupNorm(2, 4)), adapter=None, trained="full")
+    with pytest.raises(ValueError, match=r"attention\.in_proj_weight: a trained MultiheadAttention"):
+        adapt(WithAttention(), adapter=None, trained="full")
+    # Frozen it treats samples one by one, and needs no change.
+    model = adapt(WithNorm(nn.GroupNorm(2, 4)), adapter=None, trained="output")
+    assert model(model.repeated(2), images(4).float()).shape == (2, 2, 2)
+
+
+def test_a_batch_norm_without_a_lane_aware_form_is_named() -> None:
+    for norm in (nn.BatchNorm2d(4, track_running_stats=False), nn.BatchNorm2d(4, affine=False)):
+        with pytest.raises(ValueError, match="norm"):
+            adapt(WithNorm(norm), where="conv")
+
+
+def test_a_trained_layer_norm_takes_lanes() -> None:
+    model = adapt(WithNorm(nn.LayerNorm((6, 6))), adapter=None, trained="full")
+    state, x = noisy(model.repeated(2)), images(4).float()
+    together = model(state, x)
+    for k in range(2):
+        assert_close_norm(together[k], model.plain(gather(state, [k]))(x.chunk(2)[k]), 1e-5)
+
+
+def test_only_what_a_following_norm_cancels_is_inert() -> None:
+    # Without a batch norm behind it an adapter's norm bias has a gradient like any other: it must be trained.
+    model = adapt(WithNorm(nn.GroupNorm(2, 4)), where="conv", trained="everything_but_the_norm", groups=but_the_norm)
+    model.to("cpu", torch.float64)
+    leaves = {n: t.requires_grad_() for n, t in model.initial().params.items()}
+    state = type(model.initial())(leaves, model.initial().buffers)
+    bias = "conv.adapter.norm.bias"
+    (grad,) = torch.autograd.grad(model(state, images(B), norm="train")[0, :, 0].sum(), leaves[bias])
+    assert grad.norm() > 1e-9
+    assert bias not in model.inert
+
+
+def but_the_norm(module: nn.Module) -> dict[str, Group]:
+    names = frozenset(n for n, _ in module.named_parameters() if not n.startswith("norm."))
+    return {"everything_but_the_norm": Group(names, frozenset())}
+
+
+def test_half_a_layer_can_be_trained() -> None:
+    # `trained` takes parameter names, so a head whose bias alone is trained is a legitimate wish.
+    x, net = images(2 * 4), foreign()
+    for name in ("head.bias", "head.weight", "stem.bias", "blocks.0.norm.bias"):
+        model = adapt(net, adapter=None, trained=[name])
+        state = noisy(model.repeated(2), 1.0)
+        together = model(state, x)
+        for k in range(2):
+            assert_close_norm(together[k], model.plain(gather(state, [k]))(x.chunk(2)[k]), what=name)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"trained": "haed"}, "unknown parameter group 'haed'; this model has .*adapter"),
+        ({"trained": ["head.weight", "tail.weight"]}, "no such parameters: tail.weight"),
+        ({"adapter": "lora"}, "unknown adapter 'lora'"),
+        ({"where": "nowhere"}, "no convolution takes an adapter"),
+        ({"dropout": 1.0}, "dropout must be in"),
+    ],
+)
+def test_impossible_wishes(how: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        adapt(foreign(), **how)
+
+
+def test_a_module_without_a_linear_layer_needs_a_head() -> None:
+    with pytest.raises(ValueError, match="name one with head="):
+        adapt(nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3))))
+    model = adapt(foreign(), head="middle")
+    assert model.group("output").params == {"middle.weight", "middle.bias"}
+    assert "head.weight" not in model.initial().params
+
+
+def test_an_unknown_group_of_a_model() -> None:
+    with pytest.raises(KeyError, match="no parameter group 'tail'"):
+        lane_model().group("tail")
+
+
+def test_whether_a_state_is_a_whole_model() -> None:
+    model = lane_model()
+    start = model.initial()
+    assert model.holds(start)
+    assert not model.holds(start.only(start.params, []))
+    assert not model.holds(start.only(["head.weight"], start.buffers))
