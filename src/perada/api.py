@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from . import __version__
 from .config import Config, resolve
-from .data import Federation, read_image
-from .data.shifts import SHIFTS, shift
+from .data import Federation, build_federation, read_image
 from .errors import InputError, unknown
-from .evaluate import Scores, on_images, personal_scores
+from .evaluate import Scores, personal_scores, shifted_scores
 from .lanes import State
 from .methods import method_sizes
+from .models import count_groups
 from .report import write_report
-from .runs import RunFolder, write_atomic
+from .runs import RunFolder, device_of, write_atomic
 from .simulate import Progress, Say, Simulation, prepare
 from .simulate import run as run_rounds
 
@@ -38,7 +38,7 @@ class Run:
     @cached_property
     def simulation(self) -> Simulation:
         """The run at its newest checkpoint."""
-        sim = prepare(self.config, self.folder.backbone)
+        sim = prepare(self.config, self.folder.backbone, federation=self.federation)
         saved, _ = self.folder.load()
         if saved is None:
             raise InputError(f"{self.path} has no checkpoint yet: train it first")
@@ -53,9 +53,10 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         return self.folder.metrics()
 
-    @property
+    @cached_property
     def federation(self) -> Federation:
-        return self.simulation.federation
+        """Who holds what; needs the data, not the weights."""
+        return build_federation(self.config.data, device_of(self.config.run.device))
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -101,7 +102,7 @@ class Run:
             out |= personal_scores(sim.model, lanes, sim.federation, plain)
         for name in on:
             if name not in plain:
-                out[name] = _shifted(sim, lanes, name)
+                out[name] = shifted_scores(sim.model, lanes, sim.federation, name)
         return out
 
     def predict(self, client: str, images: Sequence[str | Path]) -> list[dict[str, Any]]:
@@ -142,29 +143,6 @@ class Run:
             write_atomic(out, save({n: t.cpu().contiguous() for n, t in held.items()}, about))
         except OSError as error:
             raise InputError(f"cannot write {out}: {error.strerror}") from error
-
-
-def _shifted(sim: Simulation, lanes: State, name: str) -> Scores:
-    """A client's mean over the wanted shifts and severities."""
-    kind, colon, level = name.partition(":")
-    if kind != "shifted" and kind not in SHIFTS:
-        raise unknown("test set", name, ["local", "val", "global", "shifted", *SHIFTS])
-    if colon and not level.isdigit():
-        raise InputError(f"{name!r}: write a severity from 1 to 5 behind the colon")
-    kinds = list(SHIFTS) if kind == "shifted" else [kind]
-    levels = [int(level)] if colon else [1, 2, 3, 4, 5]
-    index = sim.federation.test
-    images = sim.federation.images[torch.from_numpy(index).to(sim.model.device)].cpu().numpy()
-    found = [
-        on_images(sim.model, lanes, sim.federation, torch.from_numpy(shift(images, k, s)), index).per_client
-        for k in kinds
-        for s in levels
-    ]
-    mean = {}
-    for client in found[0]:
-        values = [f[client] for f in found]
-        mean[client] = None if None in values else float(np.mean([v for v in values if v is not None]))
-    return Scores(mean)
 
 
 def load(path: str | Path) -> Run:
@@ -211,7 +189,8 @@ def train(
         if sim.backbone is not None:
             run.folder.save_backbone(sim.backbone)
     row = run_rounds(sim, run.folder, on_round)
-    run.__dict__["simulation"] = sim  # it is at its newest checkpoint: no need to read that again
+    # The run is at its newest checkpoint: no need to read that again.
+    run.__dict__.update(simulation=sim, federation=sim.federation)
     _finish(run, row)
     return run
 
@@ -240,6 +219,8 @@ def _resume(source: str, overrides: dict[str, Any], out: str | Path | None, say:
     if saved is not None:
         sim.restore(saved)
     write_atomic(path / "config.toml", config.toml().encode())
+    if sim.now.round < config.train.rounds:
+        (path / "summary.json").unlink(missing_ok=True)  # of fewer rounds; it is written again at the end
     folder.cut_metrics(sim.now.round)
     return Run(folder, config), sim
 
@@ -254,14 +235,15 @@ def _newest(path: Path) -> Path:
 def _finish(run: Run, row: dict[str, Any]) -> None:
     """summary.json and report.html."""
     sim = run.simulation
-    sizes = method_sizes(run.config.method_name, run.config.model.backbone, len(sim.federation.classes))
+    backbone, classes = run.config.model.backbone, len(sim.federation.classes)
+    sizes = method_sizes(run.config.method_name, backbone, classes)
     summary = {
         "name": run.path.name,
         "data": sim.federation.name,
         "method": run.config.method_name,
         "metric": "auc" if sim.federation.multilabel else "accuracy",
         **row,
-        "parameters": sizes,
+        "parameters": {**sizes, "full": count_groups(backbone, classes)["full"]["parameters"]},
         "versions": {"perada": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": str(sim.model.device),
         "threads": torch.get_num_threads(),

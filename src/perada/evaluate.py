@@ -12,6 +12,8 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from .data.federation import Federation, Indices
+from .data.shifts import SHIFTS, shift
+from .errors import InputError, unknown
 from .lanes import LaneModel, State
 
 CHUNK = 4096  # images × lanes in one forward pass
@@ -126,9 +128,23 @@ def _own(model: LaneModel, lanes: State, federation: Federation, indices: list[I
     return Scores({c.name: v for c, v in zip(federation.clients, values, strict=True)})
 
 
-def on_images(model: LaneModel, lanes: State, federation: Federation, images: Tensor, index: Indices) -> Scores:
-    """Every client's model on altered copies of the images `index` (a shifted test set)."""
-    targets = federation.targets[torch.from_numpy(index).to(model.device)]
-    logits = logits_of(model, lanes, federation, images).expand(len(federation.clients), -1, -1)
-    values = [score(row, targets) for row in logits]
-    return Scores({c.name: v for c, v in zip(federation.clients, values, strict=True)})
+def shifted_scores(model: LaneModel, lanes: State, federation: Federation, name: str) -> Scores:
+    """Every client's model on shifted copies of Global-test, mean over shifts and severities.
+
+    name: `noise:3` (one severity), `noise` (all five) or `shifted` (all shifts).
+    """
+    kind, colon, level = name.partition(":")
+    if kind != "shifted" and kind not in SHIFTS:
+        raise unknown("test set", name, ["local", "val", "global", "shifted", *SHIFTS])
+    if colon and not level.isdigit():
+        raise InputError(f"{name!r}: write a severity from 1 to 5 behind the colon")
+    index = torch.from_numpy(federation.test).to(model.device)
+    images, targets = federation.images[index].cpu().numpy(), federation.targets[index]
+    rows = []
+    for k in SHIFTS if kind == "shifted" else [kind]:
+        for severity in [int(level)] if colon else [1, 2, 3, 4, 5]:
+            altered = torch.from_numpy(shift(images, k, severity))
+            logits = logits_of(model, lanes, federation, altered)
+            rows.append([score(lane, targets) for lane in logits] * (len(federation.clients) // lanes.lanes))
+    means = [None if None in column else float(np.mean(column)) for column in zip(*rows, strict=True)]
+    return Scores({c.name: m for c, m in zip(federation.clients, means, strict=True)})

@@ -179,10 +179,15 @@ class Simulation:
         self.seconds = float(note["seconds"])
 
 
-def prepare(config: Config, backbone: Path | None = None, say: Say = lambda text: None) -> Simulation:
-    """Data, backbone, method: everything before the first round. `backbone` is the copy a run folder keeps."""
+def prepare(
+    config: Config, backbone: Path | None = None, say: Say = lambda text: None, federation: Federation | None = None
+) -> Simulation:
+    """Data, backbone, method: everything before the first round.
+
+    `backbone` is the copy of the weights that a run folder keeps; `federation` saves loading the data again.
+    """
     device, dtype = device_of(config.run.device), DTYPES[config.run.precision]
-    federation = build_federation(config.data, device)
+    federation = federation or build_federation(config.data, device)
     _check(config, federation)
     method = config.make_method()
     public = _public(config, federation, method, device, dtype)
@@ -222,14 +227,14 @@ def _backbone(config: Config, federation: Federation, held: Path | None, say: Sa
     """The pretrained network, with the report of what its weights gave."""
     source = str(held) if held else config.model.weights
     if source == "fedavg":
-        return _pretrain(config, say)
+        return _pretrain(config, federation, say)
     net, report = build_backbone(config.model.backbone, len(federation.classes), source, config.run.seed)
     for line in report.lines() if report and not held else []:
         say(line)
     return net
 
 
-def _pretrain(config: Config, say: Say) -> ResNet:
+def _pretrain(config: Config, federation: Federation, say: Say) -> ResNet:
     """FedAvg from scratch on the clients' own data (SPEC, section 8: initialisation)."""
     rounds = config.model.pretrain_rounds
     say(f"pretraining {config.model.backbone} with {rounds} rounds of FedAvg on the clients' data")
@@ -239,7 +244,7 @@ def _pretrain(config: Config, say: Say) -> ResNet:
         method={"name": "fedavg"},
         train=replace(config.train, rounds=rounds),
     )
-    sim = prepare(start)
+    sim = prepare(start, federation=federation)
     for _ in range(rounds):
         sim.step()
     net, _ = build_backbone(config.model.backbone, len(sim.federation.classes), "random", config.run.seed)

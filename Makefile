@@ -1,0 +1,43 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both build .venv once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: demo test lint bench clean wheel-check results
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "perada needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/perada train digits
+
+test: lint $(VENV)/.installed
+	$(BIN)/python -m pytest
+	$(MAKE) wheel-check
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Builds the wheel, installs it into an empty environment and trains from it, so that a file missing from
+# the wheel cannot hide behind the source tree.
+wheel-check: $(VENV)/.installed
+	rm -rf .wheel-check && mkdir .wheel-check
+	$(BIN)/python -m build --quiet --wheel --outdir .wheel-check .
+	$(PYTHON) -m venv .wheel-check/venv
+	.wheel-check/venv/bin/python -m pip install --quiet .wheel-check/*.whl
+	cd .wheel-check && venv/bin/perada --version && venv/bin/perada train digits --set train.rounds=3 --set train.epochs=1 --set distill.steps=5
+	rm -rf .wheel-check
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/lanes.py
+	$(BIN)/python benchmarks/conv_kernels.py
+
+clean:
+	rm -rf $(VENV) .wheel-check build dist .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

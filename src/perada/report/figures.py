@@ -1,0 +1,232 @@
+"""The report's pictures: curves over rounds, clients' scores, who holds what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from .facts import Holdings
+from .svg import WIDTH, Frame, colour, dash, element, length, line, number, picture, shorten, text, ticks
+
+Point = tuple[int, float | None, float | None]  # round, value, standard deviation
+MOST_HOVERS = 3000  # marks of a picture that have a text of their own
+SIDE = 210.0  # width of the bars beside the bubbles
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line over rounds, in colour number `index`."""
+
+    label: str
+    index: int
+    points: Sequence[Point]
+
+    @property
+    def known(self) -> list[tuple[int, float, float | None]]:
+        return [(r, v, s) for r, v, s in self.points if v is not None]
+
+
+def percent(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def curves(
+    label: str,
+    series: Sequence[Series],
+    show: Callable[[float], str] = percent,
+    tick: Callable[[float], str] = number,
+    bounded: bool = True,
+) -> str:
+    """Lines over rounds; a single one with its standard deviation as a band. `bounded`: within 0 to 100."""
+    band = bounded and len(series) == 1
+    frame = _frame(series, band, bounded, max([len(show(s.known[-1][1])) for s in series if s.known] or [0]))
+    if frame is None:
+        nothing = text(WIDTH / 2, 60, "nothing measured", "faint", "middle")
+        return picture(WIDTH, 120, f"{label}: nothing measured", nothing)
+    parts = _axes(frame, tick)
+    for one in reversed(series):  # the first one on top
+        parts += _curve(frame, one, show, band)
+    parts += _ends(frame, [s for s in series if s.known], show) if len(series) < 4 else []
+    said = "; ".join(f"{s.label} {show(s.known[-1][1])}" for s in series if s.known)
+    return picture(WIDTH, 214, f"{label} over rounds, at the end: {said}", *parts)
+
+
+def _frame(series: Sequence[Series], band: bool, bounded: bool, letters: int) -> Frame | None:
+    known = [p for s in series for p in s.known]
+    if not known:
+        return None
+    edges = [v + sign * ((s or 0.0) if band else 0.0) for _, v, s in known for sign in (-1, 1)]
+    low, high = min(edges), max(edges)
+    if bounded:
+        room = max(1.0, 0.08 * (high - low))
+        low, high = max(0.0, low - room), min(100.0, high + room)
+    else:
+        low, high = 0.0, max(high * 1.08, 1.0)
+    rounds = [r for r, _, _ in known]
+    return Frame(min(rounds), max(rounds), low, high, right=WIDTH - 8 - 7.2 * letters)  # room for the last values
+
+
+def _axes(f: Frame, tick: Callable[[float], str]) -> list[str]:
+    parts = []
+    for value in ticks(f.low, f.high):
+        parts += [line(f.left, f.y(value), f.right, f.y(value), "grid")]
+        parts += [text(f.left - 6, f.y(value) + 4, tick(value), "faint", "end")]
+    for value in ticks(f.first, f.last, whole=True):
+        parts += [line(f.x(value), f.bottom, f.x(value), f.bottom + 4, "axis")]
+        parts += [text(f.x(value), f.bottom + 17, number(value), "faint", "middle")]
+    parts += [line(f.left, f.bottom, f.right, f.bottom, "axis")]
+    return [*parts, text((f.left + f.right) / 2, f.bottom + 33, "round", "faint", "middle")]
+
+
+def _curve(f: Frame, one: Series, show: Callable[[float], str], band: bool) -> list[str]:
+    """Pieces between missing values, and a dot for each value."""
+    parts, kind = [], colour(one.index)
+    if band:
+        held = [(r, v, s) for r, v, s in one.known if s is not None]
+        edge = [(r, min(f.high, v + s)) for r, v, s in held] + [(r, max(f.low, v - s)) for r, v, s in held[::-1]]
+        places = " ".join(f"{number(f.x(r))},{number(f.y(v))}" for r, v in edge)
+        parts.append(element("polygon", points=places, class_=f"band {kind}"))
+    piece: list[str] = []
+    for r, v, _ in [*one.points, (0, None, None)]:
+        if v is not None:
+            piece.append(f"{number(f.x(r))},{number(f.y(v))}")
+        elif piece:
+            style = f"stroke-dasharray:{dash(one.index)}" if dash(one.index) else None
+            parts.append(element("polyline", points=" ".join(piece), class_=f"curve {kind}", style=style))
+            piece = []
+    crowded = len(one.known) > 60
+    for r, v, s in one.known[-1:] if crowded else one.known:
+        said = f"{one.label}, round {r}: {show(v)}" + ("" if s is None else f" ± {s:.2f}")
+        parts.append(element("circle", element("title", escape(said)), cx=f.x(r), cy=f.y(v), r=2.8, class_=kind))
+    return parts
+
+
+def _ends(f: Frame, series: Sequence[Series], show: Callable[[float], str]) -> list[str]:
+    """The last values, beside the lines' ends, moved apart where they would overlap."""
+    parts, free = [], f.top
+    for one in sorted(series, key=lambda s: -s.known[-1][1]):
+        last, value, _ = one.known[-1]
+        y = max(f.y(value) + 4, free)
+        free = y + 12
+        parts.append(text(f.x(last) + 6, y, show(value), f"value {colour(one.index)}"))
+    return parts
+
+
+# one row a client
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where names and rows go."""
+
+    names: Sequence[str]
+    step: int
+    left: float
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> Rows:
+        longest = max([min(length(n), 16) for n in names] or [0])
+        return cls(names, 19 if len(names) <= 60 else 14, 12 + 6.6 * longest)
+
+    def y(self, row: int) -> float:
+        return 10 + (row + 0.5) * self.step
+
+    @property
+    def bottom(self) -> float:
+        return 10 + len(self.names) * self.step + 4
+
+    def labels(self) -> list[str]:
+        rows = enumerate(self.names)
+        return [text(self.left - 8, self.y(i) + 4, shorten(n, 16), "", "end", full=n) for i, n in rows]
+
+
+def bars(label: str, values: Mapping[str, float | None], mean: float | None, index: int) -> str:
+    """A bar a client, from 0 to 100, the mean as a line."""
+    rows = Rows.of(list(values))
+    f = Frame(0, 100, 0, 1, left=rows.left, right=WIDTH - 44)
+    parts = rows.labels()
+    for i, (name, value) in enumerate(values.items()):
+        y, thick = rows.y(i), rows.step - 7
+        parts.append(element("rect", x=f.left, y=y - thick / 2, width=f.right - f.left, height=thick, class_="track"))
+        if value is not None:
+            hover = element("title", f"{escape(name)}: {value:.2f}")
+            size = {"width": f.x(value) - f.left, "height": float(thick), "rx": 1.5}
+            parts.append(element("rect", hover, x=f.left, y=y - thick / 2, class_=colour(index), **size))
+        parts.append(text(f.right + 6, y + 4, "n/a" if value is None else f"{value:.1f}", "faint"))
+    if mean is not None:
+        parts.append(line(f.x(mean), 6, f.x(mean), rows.bottom, "mean"))
+    parts += _percent_axis(f, rows.bottom, [0, 25, 50, 75, 100])
+    said = "n/a" if mean is None else f"{mean:.2f}"
+    return picture(WIDTH, rows.bottom + 24, f"{label} of {len(values)} clients, mean {said}", *parts)
+
+
+def dots(label: str, names: Sequence[str], found: Sequence[tuple[str, Mapping[str, float | None]]]) -> str:
+    """A row a client, a dot a run."""
+    values = [v for _, held in found for v in held.values() if v is not None]
+    low, high = (min(values), max(values)) if values else (0.0, 100.0)
+    rows, room = Rows.of(names), max(1.0, 0.04 * (high - low))
+    f = Frame(max(0.0, low - room), min(100.0, high + room), 0, 1, left=rows.left, right=WIDTH - 12)
+    parts, apart = rows.labels(), min(2.5, 9 / len(found))  # equal values of two runs both show
+    for i, name in enumerate(names):
+        parts.append(line(f.left, rows.y(i), f.right, rows.y(i), "grid"))
+        for k, (run, held) in reversed(list(enumerate(found))):
+            value = held.get(name)
+            if value is not None:
+                hover = element("title", escape(f"{name}, {run}: {value:.2f}"))
+                y = rows.y(i) + (k - (len(found) - 1) / 2) * apart
+                parts.append(element("circle", hover, cx=f.x(value), cy=y, r=3.8, class_=f"dot {colour(k)}"))
+    parts += _percent_axis(f, rows.bottom, ticks(f.first, f.last))
+    return picture(WIDTH, rows.bottom + 24, f"{label} of {len(names)} clients in {len(found)} runs", *parts)
+
+
+def _percent_axis(f: Frame, bottom: float, values: Sequence[float]) -> list[str]:
+    parts = [line(f.left, bottom, f.right, bottom, "axis")]
+    for value in values:
+        parts += [line(f.x(value), bottom, f.x(value), bottom + 4, "axis")]
+        parts += [text(f.x(value), bottom + 17, number(value), "faint", "middle")]
+    return parts
+
+
+# who holds what
+
+
+def bubbles(held: Holdings) -> str:
+    """Clients × classes; the area of a bubble is the number of training samples."""
+    cell = min(64.0, max(14.0, 680 / max(1, len(held.classes))))
+    rows = Rows.of(held.clients)
+    rows = Rows(rows.names, rows.step if len(rows.names) > 40 else max(rows.step, min(27, int(cell))), rows.left)
+    longest = max(map(length, held.classes), default=0)
+    tilted = longest * 7 > cell - 4
+    head = 18 + (min(16, longest) * 5.2 if tilted else 0)
+    parts = [element("g", *_grid(rows, cell, held), transform=f"translate(0 {number(head - 10)})")]
+    for j, name in enumerate(held.classes):
+        x, turn = rows.left + (j + 0.5) * cell, ""
+        if tilted:
+            turn = f"rotate(-50 {number(x)} {number(head - 6)})"
+        parts.append(text(x, head - 6, shorten(name, 16), "", "start" if tilted else "middle", name, turn))
+    full = rows.left + cell * len(held.classes) + SIDE
+    label = f"training samples of {len(held.classes)} classes at {len(held.clients)} clients"
+    return picture(full, head + rows.bottom, label, *parts, least=full * (0.75 if full < 1000 else 0.9))
+
+
+def _grid(rows: Rows, cell: float, held: Holdings) -> list[str]:
+    top = max([n for row in held.counts for n in row] or [0]) or 1
+    most = max([train for train, _, _ in held.sizes] or [0]) or 1
+    largest = 0.5 * min(cell, rows.step) * 0.94
+    hovers = sum(n > 0 for row in held.counts for n in row) <= MOST_HOVERS
+    right, parts = rows.left + cell * len(held.classes), rows.labels()
+    for i, (client, row) in enumerate(zip(held.clients, held.counts, strict=True)):
+        y, train = rows.y(i), held.sizes[i][0]
+        bar = (SIDE - 60) * train / most
+        parts.append(line(rows.left, y, right, y, "grid"))
+        parts.append(element("rect", x=right + 12, y=y - 5, width=bar, height=10, rx=1.5, class_="bubble k5"))
+        parts.append(text(right + 18 + bar, y + 4, f"{train:,}", "faint"))
+        for j, count in enumerate(row):
+            if count:
+                hover = element("title", escape(f"{client}, {held.classes[j]}: {count:,}")) if hovers else ""
+                size = max(1.0, largest * math.sqrt(count / top))
+                x = rows.left + (j + 0.5) * cell
+                parts.append(element("circle", hover, cx=x, cy=y, r=size, class_="bubble k0"))
+    return parts

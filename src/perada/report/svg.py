@@ -1,0 +1,111 @@
+"""Small pieces of SVG. Colours are classes and CSS variables of the page, so pictures follow its scheme."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from dataclasses import dataclass
+from html import escape
+
+WIDTH = 360  # of a panel: a phone's width, so that text has its size everywhere
+COLOURS, DASHES = 8, ("", "6 3", "2 3")  # a ninth line has the first one's colour, dashed
+
+
+def number(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def element(name: str, *children: str, **attributes: str | float | None) -> str:
+    """`children` are markup, attribute values are text. `class_` and `stroke_width` as Python wants them."""
+    held = ""
+    for key, value in attributes.items():
+        if value is not None and value != "":
+            shown = escape(value) if isinstance(value, str) else number(value)
+            held += f' {key.rstrip("_").replace("_", "-")}="{shown}"'
+    return f"<{name}{held}>{''.join(children)}</{name}>"
+
+
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "", full: str = "", turn: str = "") -> str:
+    """`full` is shown on hover, where `words` is its shortened form."""
+    hover = element("title", escape(full)) if full and full != words else ""
+    at = {"text_anchor": anchor, "transform": turn}
+    return element("text", hover, escape(words), x=x, y=y, class_=kind, **at)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=kind)
+
+
+def picture(width: float, height: float, label: str, *children: str, least: float = 0) -> str:
+    """`least` is the width in pixels below which it is scrolled, not shrunk."""
+    style = f"max-width:{number(width * (1.05 if least else 1.2))}px"
+    style += f";min-width:{number(least)}px" if least else ""
+    box = f"0 0 {number(width)} {number(height)}"
+    return element("svg", *children, viewBox=box, role="img", aria_label=label, style=style)
+
+
+def colour(index: int) -> str:
+    return f"k{index % COLOURS}"
+
+
+def dash(index: int) -> str:
+    return DASHES[index // COLOURS % len(DASHES)]
+
+
+def length(words: str) -> int:
+    """In letters; an East Asian one is as wide as two."""
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in words)
+
+
+def shorten(words: str, most: int) -> str:
+    if length(words) <= most:
+        return words
+    kept = ""
+    for letter in words:
+        if length(kept + letter) >= most:
+            break
+        kept += letter
+    return kept + "…"
+
+
+def ticks(low: float, high: float, most: int = 6, whole: bool = False) -> list[float]:
+    """Round numbers within [low, high], at most `most`."""
+    if high <= low:
+        return [low]
+    size = 10.0 ** math.floor(math.log10((high - low) / most))
+    size = max(1.0, size) if whole else size
+    for step in (size, 2 * size, 5 * size, 10 * size, 20 * size):
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first < most:
+            break
+    return [i * step for i in range(first, last + 1)]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """From numbers to places in a panel: x in [first, last], y in [low, high]."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+    left: float = 46
+    right: float = 320
+    top: float = 10
+    bottom: float = 178
+
+    def x(self, value: float) -> float:
+        if self.last == self.first:
+            return (self.left + self.right) / 2
+        return self.left + (value - self.first) / (self.last - self.first) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        return self.bottom - (value - self.low) / (self.high - self.low) * (self.bottom - self.top)
+
+
+def human_bytes(value: float) -> str:
+    """Decimal units: `12.9 MB`."""
+    power = min(4, max(0, int(math.log10(value) / 3))) if value >= 1 else 0
+    value, unit = value / 1000**power, ("B", "kB", "MB", "GB", "TB")[power]
+    digits = 0 if power == 0 or value >= 100 else 1
+    return f"{value:.{digits}f}".removesuffix(".0") + f" {unit}"

@@ -1,0 +1,298 @@
+"""The report: one page, whole, safe, the same bytes each time."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from perada.config import resolve
+from perada.data.federation import Client, Federation
+from perada.errors import InputError
+from perada.report import write_report
+from perada.report.facts import gather_facts
+from perada.report.page import _marks
+from perada.report.svg import human_bytes, length, shorten, ticks
+
+HOSTILE = "<script>alert('x')</script>\"&"
+VOID = {"meta", "br"}
+
+
+class Reader(HTMLParser):
+    """Fails on a tag that is not closed; collects text and attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.texts: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def federation(clients: int = 3, classes: tuple[str, ...] = ("0", "1"), multilabel: bool = False) -> Federation:
+    rng, n = np.random.default_rng(0), 20 * clients
+    shape = (n, len(classes)) if multilabel else (n,)
+    targets = torch.from_numpy(rng.integers(0, 2 if multilabel else len(classes), shape))
+    parts = np.arange(n).reshape(clients, 20)
+    held = tuple(Client(f"site-{i}", p[:12], p[12:15], p[15:]) for i, p in enumerate(parts))
+    images = torch.zeros(n, 1, 2, 2, dtype=torch.uint8)
+    return Federation("tiny", images, targets.float() if multilabel else targets, classes, held, (0.5,), (0.5,))
+
+
+def scores(clients: tuple[str, ...], base: float) -> dict[str, Any]:
+    values = [base + 1.37 * i for i in range(len(clients))]
+    mean, std = float(np.mean(values)), float(np.std(values))
+    return {"mean": mean, "std": std, "per_client": dict(zip(clients, values, strict=True))}
+
+
+NOTHING: dict[str, Any] = {"mean": None, "std": None}
+
+
+class FakeRun:
+    """What `write_report` uses of a `Run`."""
+
+    def __init__(self, federation: Federation, method: str = "perada", base: float = 50.0, rounds: int = 4) -> None:
+        self.config = resolve("digits", {"train.rounds": rounds, "train.cohort": 2, "method.name": method})
+        self.federation, self.path = federation, Path(f"runs/tiny-{method}")
+        names = tuple(c.name for c in federation.clients)
+        self.metrics: list[dict[str, Any]] = [
+            {
+                "round": t,
+                **{s: scores(names, base + t) for s in ("local_test", "local_val")},
+                "global_test": scores(names, base + t - 20),
+                "global_model": {"global_test": base + t + 0.123},
+                "bytes_up": 1000 * t,
+                "bytes_down": 3000 * t,
+                "distilled": t,
+                "accepted": t - 1,
+                "seconds": 2.5 * t,
+            }
+            for t in range(1, rounds + 1)
+        ]
+        self.summary_json: dict[str, Any] | None = {
+            "name": self.path.name,
+            "data": "tiny",
+            "method": method,
+            "metric": "auc" if federation.multilabel else "accuracy",
+            **self.metrics[-1],
+            "parameters": {"trained": 24660, "communicated": 12330, "communicated_buffers": 1120},
+            "versions": {"perada": "9.8.7", "torch": "2.6.0"},
+            "device": "cpu",
+            "threads": 1,
+            "shifted": scores(names, base - 30),
+        }
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        if self.summary_json is None:
+            raise InputError("no summary yet")
+        return self.summary_json
+
+
+def written(tmp_path: Path, *runs: Any) -> str:
+    write_report(runs, tmp_path / "report.html")
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]  # one file, no parts left
+    return (tmp_path / "report.html").read_text("utf8")
+
+
+def test_page_is_whole_and_needs_nothing_from_outside(tmp_path: Path) -> None:
+    page = written(tmp_path, FakeRun(federation()))
+    read = Reader(page)
+    assert page.startswith("<!doctype html>")
+    assert "script" not in read.tags
+    assert "link" not in read.tags
+    assert not {"src", "href", "xlink:href"} & {name for name, _ in read.attributes}
+    assert not re.search(r"https?:|url\(|@import|javascript:", page)
+    assert len(page) < 100_000
+
+
+def test_numbers_of_the_summary_are_there(tmp_path: Path) -> None:
+    run = FakeRun(federation())
+    text, s = Reader(written(tmp_path, run)).text, run.summary
+    for name in ("local_test", "global_test", "shifted"):
+        assert f"{s[name]['mean']:.2f} ± {s[name]['std']:.2f}" in text
+        for client, value in s[name]["per_client"].items():
+            assert f"{client}: {value:.2f}" in text
+    assert f"{s['global_model']['global_test']:.2f}" in text
+    for said in ("24,660", "12,330 of 77,", "accepted the distilled adapter in 3 of 4 rounds (75 %)", "9.8.7", "12 kB"):
+        assert said in text
+    assert 'backbone = "resnet8"' in text
+    assert "unfinished" not in text
+
+
+def test_accessible(tmp_path: Path) -> None:
+    read = Reader(written(tmp_path, FakeRun(federation()), FakeRun(federation(), "standalone")))
+    assert read.tags.count("figure") == read.tags.count("figcaption") == 8
+    given = Counter(name for name, _ in read.attributes)
+    assert given["aria-label"] + given["aria-hidden"] == read.tags.count("svg") + read.tags.count("table")
+    assert given["scope"] == read.tags.count("th")
+    assert ("lang", "en") in read.attributes
+
+
+@pytest.mark.parametrize("where", ["class", "client", "data", "method folder"])
+def test_hostile_names_are_text(tmp_path: Path, where: str) -> None:
+    held = federation(classes=("0", HOSTILE)) if where == "class" else federation()
+    if where == "client":
+        held = replace(held, clients=(replace(held.clients[0], name=HOSTILE), *held.clients[1:]))
+    run = FakeRun(held)
+    if where == "data":
+        run.summary["data"] = HOSTILE
+    if where == "method folder":
+        run.path = Path("runs") / HOSTILE.replace("/", "")
+    page = written(tmp_path, run)
+    assert "<script" not in page
+    assert "script" not in Reader(page).tags
+    assert "&lt;script&gt;" in page
+
+
+def test_a_name_that_is_no_text_does_not_stop_it(tmp_path: Path) -> None:
+    Reader(written(tmp_path, FakeRun(federation(classes=("0", "caf\udce9")))))
+
+
+def test_same_run_same_bytes(tmp_path: Path) -> None:
+    assert written(tmp_path, FakeRun(federation())) == written(tmp_path, FakeRun(federation()))
+
+
+def test_unfinished(tmp_path: Path) -> None:
+    run = FakeRun(federation())
+    run.summary_json, run.metrics = None, run.metrics[:2]
+    text = Reader(written(tmp_path, run)).text
+    assert "unfinished: 2 of 4 rounds" in text
+    assert f"{run.metrics[-1]['local_test']['mean']:.2f}" in text
+    run.metrics = []
+    text = Reader(written(tmp_path, run)).text
+    assert "unfinished: 0 of 4 rounds" in text
+    assert "No round was evaluated yet" in text
+
+
+def test_summary_of_before_a_resume_is_not_taken_for_the_end() -> None:
+    run: Any = FakeRun(federation())
+    run.config = resolve("digits", {"train.rounds": 9})
+    run.metrics.append({**run.metrics[-1], "round": 6})
+    (facts,) = gather_facts([run])
+    assert facts.state == "unfinished: 6 of 9 rounds"
+
+
+def test_without_data(tmp_path: Path) -> None:
+    class Lost(FakeRun):
+        federation = property(lambda self: self.lose(), lambda self, value: None)  # type: ignore[assignment]
+
+        def lose(self) -> Federation:
+            raise InputError(f"no such folder: {HOSTILE}")
+
+    text = Reader(written(tmp_path, Lost(federation()))).text
+    assert f"Not shown: no such folder: {HOSTILE}" in text
+    assert "site-2" in text  # from the metrics
+
+
+def test_several_runs(tmp_path: Path) -> None:
+    runs = [FakeRun(federation(), m, base) for m, base in (("perada", 60.0), ("standalone", 50.0), ("fedavg", 40.0))]
+    page = written(tmp_path, *runs)
+    text = Reader(page).text
+    assert "3 runs on tiny" in text
+    best, second, third = (r.summary["local_test"]["mean"] for r in runs)
+    assert f"<b>{best:.2f}</b>" in page
+    assert f"<u>{second:.2f}</u>" in page
+    assert f"<td>{third:.2f} <small>" in page
+    assert page.count("training samples of 2 classes at 3 clients") == 1  # the same data are drawn once
+    twice = Reader(written(tmp_path, runs[0], runs[0])).text
+    assert "perada (tiny-perada) #1" in twice
+    assert "perada (tiny-perada) #2" in twice
+
+
+def test_marks() -> None:
+    assert _marks([3.0, 1.0, 2.0, None], [True] * 4) == ["b", "", "u", ""]
+    assert _marks([3.0, 3.001, 2.0], [True] * 3) == ["b", "b", "u"]
+    assert _marks([3.0, 1.0, 2.0], [False, True, True]) == ["", "u", "b"]
+    assert _marks([3.0, None], [True, True]) == ["", ""]
+
+
+@pytest.mark.parametrize("clients", [1, 70])
+@pytest.mark.parametrize("classes", [1, 25])
+def test_few_and_many(tmp_path: Path, clients: int, classes: int) -> None:
+    names = tuple(f"a rather long name of class {i}" for i in range(classes))
+    Reader(written(tmp_path, FakeRun(federation(clients, names), rounds=1)))
+
+
+def test_values_that_are_not_there(tmp_path: Path) -> None:
+    run = FakeRun(federation(), "standalone")
+    for row in (*run.metrics[1:3], run.summary):
+        row["global_model"] = None
+        row["local_test"] = {**NOTHING, "per_client": {**row["local_test"]["per_client"], "site-1": None}}
+        row["global_test"] = {**NOTHING, "per_client": dict.fromkeys(row["global_test"]["per_client"])}
+    del run.summary["shifted"]
+    run.summary["distilled"] = 0
+    page = written(tmp_path, run)
+    read = Reader(page)
+    assert "n/a" in read.text
+    assert "No distillation." in read.text
+    assert not re.search(r"\b(None|nan|NaN|inf)\b", read.text)
+
+
+def test_multilabel_is_auc(tmp_path: Path) -> None:
+    text = Reader(written(tmp_path, FakeRun(federation(classes=("a", "b", "c"), multilabel=True)))).text
+    assert "AUC in %" in text
+    assert "ccuracy" not in text
+
+
+def test_cannot_write(tmp_path: Path) -> None:
+    run: Any = FakeRun(federation())
+    with pytest.raises(InputError, match=r"^cannot write .*No such file or directory$"):
+        write_report([run], tmp_path / "missing" / "report.html")
+    with pytest.raises(InputError, match="nothing to report"):
+        write_report([], tmp_path / "report.html")
+
+
+def test_real_run_folder(tmp_path: Path) -> None:
+    import perada
+
+    run = perada.train(
+        "digits",
+        method="perada-no-kd",
+        set={"train.rounds": 1, "train.epochs": 1, "train.cohort": 1, "run.shifts": False},
+        out=tmp_path / "run",
+    )
+    first = (run.path / "report.html").read_bytes()
+    Reader(first.decode())
+    write_report([perada.load(run.path)], tmp_path / "again.html")
+    assert first == (tmp_path / "again.html").read_bytes()
+    (run.path / "summary.json").unlink()
+    write_report([perada.load(run.path)], tmp_path / "again.html")
+    assert b"unfinished: 1 of 1 rounds" in (tmp_path / "again.html").read_bytes()
+
+
+def test_small_helpers() -> None:
+    assert ticks(0, 100) == [0, 20, 40, 60, 80, 100]
+    assert ticks(1, 3, whole=True) == [1, 2, 3]
+    assert ticks(5, 5) == [5]
+    assert all(1 < len(ticks(low, low + span)) <= 6 for low in (0.0, 13.7, 96.2) for span in (0.9, 2.0, 7.3, 46.0))
+    assert [human_bytes(v) for v in (0, 999, 53800, 12.9e6, 2e15)] == ["0 B", "999 B", "53.8 kB", "12.9 MB", "2000 TB"]
+    assert shorten("x" * 30, 10) == "x" * 9 + "…"
+    assert length("北京") == 4
+    assert shorten("short", 10) == "short"
