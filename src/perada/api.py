@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from . import __version__
 from .config import Config, resolve
 from .data import Federation, build_federation, read_image
-from .errors import InputError, unknown
+from .errors import InputError, Interrupted, unknown
 from .evaluate import Scores, personal_scores, shifted_scores
 from .lanes import State
 from .methods import method_sizes
@@ -151,6 +151,11 @@ def load(path: str | Path) -> Run:
     return Run(folder, resolve(str(folder.path / "config.toml")))
 
 
+def default_source(data: str | None) -> str:
+    """The preset where none is named: your own data where a path to some is given."""
+    return "digits" if data is None else "folder"
+
+
 def default_out(source: str, config: Config) -> Path:
     """`runs/digits-perada-0`; a run that is there already is not touched (see `train`)."""
     name = Path(source).stem if source.endswith(".toml") else source
@@ -158,7 +163,7 @@ def default_out(source: str, config: Config) -> Path:
 
 
 def train(
-    source: str = "digits",
+    source: str | None = None,
     *,
     method: str | None = None,
     data: str | None = None,
@@ -172,12 +177,11 @@ def train(
     say: Say = lambda text: None,
 ) -> Run:
     """Train a preset or a TOML file; the same keys as on the command line."""
+    source = source or default_source(data)
     overrides = dict(set or {})
     for key, value in (("method.name", method), ("data.root", data), ("run.seed", seed), ("run.device", device)):
         if value is not None:
             overrides[key] = value
-    if data is not None:
-        overrides.setdefault("data.name", "folder")
     if resume:
         run, sim = _resume(source, overrides, out, say)
     else:
@@ -188,7 +192,10 @@ def train(
         run = Run(RunFolder.create(path, config.toml(), overwrite), config)
         if sim.backbone is not None:
             run.folder.save_backbone(sim.backbone)
-    row = run_rounds(sim, run.folder, on_round)
+    try:
+        row = run_rounds(sim, run.folder, on_round)
+    except KeyboardInterrupt as stop:
+        raise Interrupted(run.path) from stop
     # The run is at its newest checkpoint: no need to read that again.
     run.__dict__.update(simulation=sim, federation=sim.federation)
     _finish(run, row)

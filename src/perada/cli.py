@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from . import __version__, tables
-from .api import Run, load, train
+from .api import Run, default_source, load, train
 from .config import parse_setting, presets, resolve
-from .errors import InputError, RunError
+from .errors import InputError, Interrupted, RunError
 from .methods import REGISTRY, method_sizes
 from .models import count_groups
 from .report import write_report
@@ -25,7 +26,12 @@ from .simulate import Progress as RoundProgress
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 out, err = Console(), Console(stderr=True)
 
-Source = Annotated[str, typer.Argument(metavar="[PRESET | FILE.toml]", help="a preset's name or a TOML file")]
+Source = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[PRESET | FILE.toml]", help="a preset's name or a TOML file; default digits, or folder with --data"
+    ),
+]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="section.key=value, repeatable")]
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
@@ -50,7 +56,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="print the ver
 
 @app.command("train")
 def train_command(
-    source: Source = "digits",
+    source: Source = None,
     method: Annotated[str | None, typer.Option(help="see `perada methods`")] = None,
     data: DataPath = None,
     sets: Sets = None,
@@ -179,14 +185,14 @@ def report(
 
 
 @app.command()
-def partition(source: Source = "digits", data: DataPath = None, sets: Sets = None, as_json: AsJson = False) -> None:
+def partition(source: Source = None, data: DataPath = None, sets: Sets = None, as_json: AsJson = False) -> None:
     """Who holds what."""
     from .data import build_federation
 
     overrides = _overrides(sets)
     if data is not None:
-        overrides = {"data.name": "folder", **overrides, "data.root": data}
-    config = resolve(source, overrides)
+        overrides["data.root"] = data
+    config = resolve(source or default_source(data), overrides)
     federation = build_federation(config.data, device_of("cpu"))
     if as_json:
         _print_json(tables.partition_json(federation))
@@ -246,8 +252,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(str(error), 2)
     except RunError as error:
         return _complain(str(error), 1)
-    except (KeyboardInterrupt, typer.Abort):
-        return _interrupted(words)
+    except (KeyboardInterrupt, typer.Abort) as stop:
+        run = stop if isinstance(stop, Interrupted) else stop.__cause__  # typer turns the one into the other
+        more = f"perada train --out {shlex.quote(str(run.path))} --resume" if isinstance(run, Interrupted) else ""
+        print(f"{run}. Continue with: {more}" if more else "interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         return 0
 
@@ -255,13 +264,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _complain(text: str, code: int) -> int:
     print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return code
-
-
-def _interrupted(words: list[str]) -> int:
-    again = " ".join(["perada", *(w for w in words if w not in ("--overwrite", "--resume")), "--resume"])
-    saved = f"; the last finished round is saved. Continue with: {again}" if words[:1] == ["train"] else ""
-    print(f"interrupted{saved}", file=sys.stderr)
-    return 130
 
 
 def script() -> None:

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class InputError(Exception):
@@ -10,6 +11,14 @@ class InputError(Exception):
 
 class RunError(Exception):
     """Work started and could not finish; the message says what was saved. Exit code 1."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a run, after its last finished round was saved. Exit code 130."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"interrupted; the last finished round is saved in {path}")
+        self.path = path
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:

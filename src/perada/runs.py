@@ -177,7 +177,8 @@ class RunFolder:
         return True
 
     def _found(self) -> list[Path]:
-        return sorted(self.checkpoints.glob("round-*")) if self.checkpoints.is_dir() else []
+        found = self.checkpoints.glob("round-*") if self.checkpoints.is_dir() else ()
+        return sorted(found, key=lambda p: int(p.name.removeprefix("round-")))
 
     def load(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest whole checkpoint, and a line about each damaged one passed over."""

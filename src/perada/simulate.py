@@ -70,7 +70,7 @@ class Simulation:
         """The clients sampled in a round: a pure function of (seed, round)."""
         total = len(self.federation.clients)
         rng = rng_of(self.config.run.seed, round, "cohort")
-        return sorted(int(m) for m in rng.choice(total, self.config.train.cohort, replace=False))
+        return sorted(int(m) for m in rng.choice(total, self.config.train.cohort or total, replace=False))
 
     def step(self) -> None:
         """Train the cohort, update the server."""

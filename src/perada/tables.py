@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich import box
 from rich.table import Table
 
 from .data import Federation
@@ -14,28 +15,39 @@ from .evaluate import Scores
 if TYPE_CHECKING:
     from .api import Run
 
-SHADES = " ░▒▓█"
+SHADES = "·░▒▓█"
 
 
 def spread(found: Mapping[str, Any] | None) -> str:
-    """`91.82 ± 4.43`, or n/a."""
+    """`91.82±4.43`, or n/a."""
     if not found or found.get("mean") is None:
         return "n/a"
-    return f"{found['mean']:.2f} ± {found['std']:.2f}"
+    return f"{found['mean']:.2f}±{found['std']:.2f}"
 
 
 def millions(number: int) -> str:
     return f"{number / 1e6:.2f}M" if number >= 10**5 else f"{number:,}"
 
 
+def _table(title: str | None, first: str, *rest: str) -> Table:
+    """The house style: narrow enough for 80 columns, first column left, the others right."""
+    table = Table(
+        title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left"
+    )
+    table.caption_justify = "left"
+    table.add_column(first, no_wrap=True)
+    for name in rest:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 def results(runs: Sequence[Run]) -> Table:
     """A row a run, as in the paper's table."""
     summaries = [r.summary for r in runs]
     unit = "AUC" if summaries[0]["metric"] == "auc" else "accuracy"
-    table = Table(title=f"{summaries[0]['data']}: {unit} in %, mean ± std over clients' personal models")
-    table.add_column("method")
-    for name in ("trained", "sent", "Local-test", "Global-test", "shifted", "global model", "guard accepted"):
-        table.add_column(name, justify="right")
+    title = f"{summaries[0]['data']}: {unit} in %, mean ± std over the clients' personal models"
+    table = _table(title, "method", "trained", "sent", "Local-test", "Global-test", "shifted", "server", "distilled")
+    table.caption = "server: the global model on Global-test; distilled: rounds in which the guard kept it"
     for s in summaries:
         server = s["global_model"]["global_test"] if s["global_model"] else None
         table.add_row(
@@ -52,10 +64,7 @@ def results(runs: Sequence[Run]) -> Table:
 
 
 def scores(found: Mapping[str, Scores]) -> Table:
-    table = Table(title="personal models, in %")
-    table.add_column("client")
-    for name in found:
-        table.add_column(name, justify="right")
+    table = _table("personal models, in %", "client", *found)
     for client in next(iter(found.values())).per_client:
         row = [s.per_client[client] for s in found.values()]
         table.add_row(client, *("n/a" if v is None else f"{v:.2f}" for v in row))
@@ -65,9 +74,7 @@ def scores(found: Mapping[str, Scores]) -> Table:
 
 
 def predictions(found: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table()
-    table.add_column("image")
-    table.add_column("prediction")
+    table = _table(None, "image", "prediction")
     for one in found:
         best = list(one["probabilities"].items())[:3]
         table.add_row(one["image"], ", ".join(f"{name} {p:.1%}" for name, p in best))
@@ -84,19 +91,15 @@ def unlikeness(counts: np.ndarray[Any, Any]) -> float:
 
 def partition(federation: Federation) -> Table:
     counts = federation.label_counts()
-    table = Table(title=f"{federation.name}: training samples of each class", caption_justify="left")
-    table.caption = f"mean total-variation distance between clients: {unlikeness(counts):.2f}"
-    table.add_column("client")
-    for name in ("train", "val", "test"):
-        table.add_column(name, justify="right")
-    many = len(federation.classes) > 20
-    for name in ["classes"] if many else federation.classes:
-        table.add_column(name, justify="right")
+    few = federation.classes if len(federation.classes) <= 12 else ()
+    title = f"{federation.name}: training samples of each class"
+    table = _table(title, "client", "train", "val", "test", *few, "picture")
+    table.caption = f"mean total-variation distance between two clients' labels: {unlikeness(counts):.2f}"
     top = max(1, int(counts.max()))
     for client, row in zip(federation.clients, counts, strict=True):
-        shades = [SHADES[int(np.ceil(n / top * (len(SHADES) - 1)))] for n in row]
-        cells = ["".join(shades)] if many else [f"{n} {s}" if n else "·" for n, s in zip(row, shades, strict=True)]
-        table.add_row(client.name, str(len(client.train)), str(len(client.val)), str(len(client.test)), *cells)
+        picture = "".join(SHADES[int(np.ceil(n / top * (len(SHADES) - 1)))] for n in row)
+        sizes = [str(len(part)) for part in (client.train, client.val, client.test)]
+        table.add_row(client.name, *sizes, *(str(n) if n else "·" for n in row if few), picture)
     return table
 
 
@@ -114,10 +117,7 @@ def partition_json(federation: Federation) -> dict[str, Any]:
 
 
 def groups(backbone: str, classes: int, found: Mapping[str, Mapping[str, int]]) -> Table:
-    table = Table(title=f"{backbone}, {classes} classes")
-    table.add_column("group")
-    for name in ("parameters", "of full", "buffers"):
-        table.add_column(name, justify="right")
+    table = _table(f"{backbone}, {classes} classes", "group", "parameters", "of full", "buffers")
     for name, size in found.items():
         share = size["parameters"] / found["full"]["parameters"]
         table.add_row(name, f"{size['parameters']:,}", f"{share:.1%}", f"{size['buffers']:,}")
@@ -125,10 +125,7 @@ def groups(backbone: str, classes: int, found: Mapping[str, Mapping[str, int]]) 
 
 
 def methods(found: Mapping[str, Mapping[str, int]]) -> Table:
-    table = Table(title="parameters a client trains and sends each round (ResNet-18, 10 classes)")
-    table.add_column("method")
-    table.add_column("trained", justify="right")
-    table.add_column("sent", justify="right")
+    table = _table("parameters of a client, a round (ResNet-18, 10 classes)", "method", "trained", "sent")
     for name, size in found.items():
         table.add_row(name, f"{size['trained']:,}", f"{size['communicated']:,}")
     return table

@@ -21,7 +21,7 @@ class Train:
     """The `[train]` section: what every method's client training shares."""
 
     rounds: int = 200
-    cohort: int = 8  # clients sampled each round
+    cohort: int = 8  # clients sampled each round; 0 is everybody
     epochs: int = 10
     batch: int = 64
     lr: float = 0.01
@@ -31,9 +31,9 @@ class Train:
     weighting: Literal["uniform", "samples"] = "uniform"  # how the server averages
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "cohort", "epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, least in (("rounds", 1), ("cohort", 0), ("epochs", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.batch < 2:
             raise ValueError(f"batch must be at least 2 (batch norm needs two samples), not {self.batch}")
         if not self.lr > 0:

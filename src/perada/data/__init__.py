@@ -14,7 +14,7 @@ from ..errors import InputError, unknown
 from ..lanes import rng_of
 from .digits import digits, glyphs
 from .federation import Client, Federation, Indices, Source
-from .folder import folder, read_image
+from .folder import folder, read_image, unlabelled
 from .partition import by_site, dirichlet, holdout
 
 __all__ = ["Client", "DataOptions", "Federation", "Source", "build_federation", "public_images", "read_image"]
@@ -40,6 +40,8 @@ class DataOptions:
     def __post_init__(self) -> None:
         if self.name not in SOURCES:
             raise unknown("data source", self.name, SOURCES)
+        if self.name == "digits" and self.root:
+            raise ValueError("name=digits is embedded and reads no path: for your own images use the preset 'folder'")
         if self.clients < 1:
             raise ValueError(f"clients must be at least 1, not {self.clients}")
         if not self.alpha > 0:
@@ -127,9 +129,4 @@ def public_images(name: str, size: int) -> torch.Tensor | None:
         return torch.from_numpy(glyphs())
     if name in SOURCES and name != "folder":
         return torch.from_numpy(SOURCES[name](DataOptions(name=name)).images)
-    try:
-        return torch.from_numpy(folder(name, size, skip_bad=False).images)
-    except InputError as error:
-        raise InputError(
-            f"distill.data: {name!r} is none of 'glyphs', 'none', or a folder of images: {error}"
-        ) from error
+    return torch.from_numpy(unlabelled(name, size))

@@ -31,12 +31,25 @@ def read_image(path: Path, size: int) -> NDArray[np.uint8]:
     return pixels.transpose(2, 0, 1)
 
 
+def image_files(base: Path) -> list[Path]:
+    """Every image file below a folder, in a fixed order."""
+    return sorted(p for p in base.rglob("*") if p.suffix.lower() in ENDINGS and p.is_file())
+
+
+def unlabelled(root: str, size: int) -> NDArray[np.uint8]:
+    """All images below `root`, however its folders are arranged: `[n, 3, size, size]`."""
+    files = image_files(Path(root).expanduser())
+    if not files:
+        raise InputError(f"distill.data: {root!r} is not 'glyphs' or 'none', and no folder with images")
+    return np.stack([read_image(path, size) for path in files])
+
+
 def folder(root: str, size: int, skip_bad: bool) -> Source:
     """All images below `root`. The last folder of a path is the class, the one above it (if any) the site."""
     base = Path(root).expanduser()
     if not root or not base.is_dir():
         raise InputError(f"data.root: no folder {root!r}: give --data PATH with site/class/image files")
-    files = sorted(p for p in base.rglob("*") if p.suffix.lower() in ENDINGS and p.is_file())
+    files = image_files(base)
     depths = {len(p.relative_to(base).parts) for p in files}
     if depths not in ({2}, {3}):
         found = "no images" if not files else "images at different depths" if len(depths) > 1 else "images too deep"

@@ -55,7 +55,7 @@ def _header(runs: Sequence[Facts]) -> str:
     configs = [r.config for r in runs]
     clients = common(len(r.clients) or c.data.clients for r, c in zip(runs, configs, strict=True))
     chips = [
-        f"{clients} client{'' if clients == '1' else 's'}, {common(c.train.cohort for c in configs)} a round",
+        f"{clients} client{'' if clients == '1' else 's'}, {common(c.train.cohort or 'all' for c in configs)} a round",
         f"{common(c.train.rounds for c in configs)} rounds, local epochs: {common(c.train.epochs for c in configs)}",
         f"{common(c.model.backbone for c in configs)}, weights: {common(c.model.weights for c in configs)}",
         "split: " + common(_split(c.data) for c in configs),
@@ -269,7 +269,8 @@ def _moved(row: dict[str, Any]) -> float | None:
 def _each(run: Facts) -> float | None:
     """Measured bytes that a client sends in a round."""
     up, rounds = finite(run.last.get("bytes_up")), run.last.get("round")
-    return up / rounds / run.config.train.cohort if up is not None and rounds else None
+    cohort = run.config.train.cohort or len(run.clients)
+    return up / rounds / cohort if up is not None and rounds and cohort else None
 
 
 def _about(run: Facts) -> str:
