@@ -16,12 +16,13 @@ from .layers import (
 from .model import NOTHING, Group, LaneModel
 from .random import fold, key_of, rng_of, uniform
 from .state import State, gather, mean, merge, repeat, scatter, split, stack
-from .train import Batch, Batches, Loss, Options, Pull, Result, sgd
+from .train import Batch, Batches, Gradient, Loss, Options, Pull, Result, Update, loop, sgd
 
 __all__ = [
     "NOTHING",
     "Batch",
     "Batches",
+    "Gradient",
     "Group",
     "LaneBatchNorm",
     "LaneConv2d",
@@ -36,11 +37,13 @@ __all__ = [
     "ResidualAdapter",
     "Result",
     "State",
+    "Update",
     "adapt",
     "default_groups",
     "fold",
     "gather",
     "key_of",
+    "loop",
     "mean",
     "merge",
     "repeat",

@@ -15,15 +15,17 @@ from torch import Tensor
 Kernel = Literal["loop", "grouped", "unfold"]
 
 
-def choose(device: str, out_pixels: int) -> Kernel:
-    """The fastest kernel by device and output size (pixels of one map).
+def choose(device: str, inputs: int, outputs: int, out_pixels: int) -> Kernel:
+    """The fastest kernel by device, channels and output size (pixels of one map).
 
-    CPU: few pixels leave a convolution too little to vectorise, and one batched product wins; from 8×8
-    on, K ordinary convolutions win. CUDA: see the JSON.
+    CPU: wide layers on maps of at most 2×2 are one batched product (most taps of a kernel would multiply
+    padding); large maps are K ordinary convolutions; everything between is one grouped convolution.
     """
+    if out_pixels <= 4 and inputs * outputs >= 128 * 256:
+        return "unfold"
     if device == "cuda":
-        return "grouped" if out_pixels > 4 else "unfold"
-    return "unfold" if out_pixels <= 16 else "loop"
+        return "grouped"
+    return "loop" if out_pixels >= 256 else "grouped"
 
 
 def lane_conv2d(
@@ -46,7 +48,7 @@ def lane_conv2d(
     out = [
         (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[3 + i] - 1) - 1) // stride[i] + 1 for i in (0, 1)
     ]
-    kernel = kernel or choose(x.device.type, out[0] * out[1])
+    kernel = kernel or choose(x.device.type, weight.shape[2], weight.shape[1], out[0] * out[1])
     if kernel == "loop":
         parts = zip(x.chunk(lanes), weight.unbind(), strict=True)
         return torch.cat([F.conv2d(a, w, None, stride, padding, dilation) for a, w in parts])

@@ -1,4 +1,4 @@
-"""SGD over K lanes at once."""
+"""Training K lanes at once: one loop over ragged lanes, and SGD on top of it."""
 
 from __future__ import annotations
 
@@ -44,14 +44,90 @@ class Options:
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip: float | None = None
-    widths: tuple[int, ...] | None = None  # lane counts a step may run with; None, exactly the active lanes
+    widths: tuple[int, ...] | None = None  # lane counts a step may run with; None: exactly the active lanes
 
 
 @dataclass(frozen=True)
 class Result:
-    state: State
+    states: tuple[State, ...]
     trace: Tensor  # [steps, K], the loss of each lane at each step; NaN after a lane's last step
-    failed: tuple[int, ...]  # lanes whose loss or gradient was not finite; their last finite state is kept
+    failed: tuple[int, ...]  # lanes that stopped being finite; their last finite state is kept
+
+    @property
+    def state(self) -> State:
+        return self.states[0]
+
+
+class Gradient:
+    """One step's mini-batch of k lanes: `gradient(state)` may be asked as often as a method needs it."""
+
+    def __init__(self, model: LaneModel, batch: Batch, loss: Loss, lanes: Tensor) -> None:
+        self.model, self.batch, self.loss = model, batch, loss
+        self.lanes = lanes  # int64 [k], which lanes these are
+        self.losses: Tensor | None = None  # [k], of the first call
+        self.finite = torch.ones(lanes.shape, dtype=torch.bool, device=lanes.device)
+
+    def __call__(self, state: State) -> tuple[dict[str, Tensor], State]:
+        """Gradients of the lanes' mean losses, and the state with its running statistics brought up to date."""
+        params = {n: p.detach() for n, p in state.params.items()}
+        names = [n for n in params if n not in self.model.inert]
+        leaves = [params[n].requires_grad_() for n in names]
+        fresh = State(params, {n: b.clone() for n, b in state.buffers.items()})
+        logits = self.model(fresh, self.batch.images, norm="train", dropout=self.batch.keys)
+        losses = (self.loss(logits, self.batch.targets) * self.batch.weights).mean(1)
+        grads = torch.autograd.grad(losses.sum(), leaves)
+        losses = losses.detach()
+        self.finite &= losses.isfinite()
+        self.losses = losses if self.losses is None else self.losses
+        return dict(zip(names, grads, strict=True)), State(state.params, fresh.buffers)
+
+
+Update = Callable[[Gradient, tuple[State, ...]], tuple[State, ...]]
+"""One step of a method: states of the k lanes in this step -> their new states. A tensor handed back as it
+was given is left alone."""
+
+
+@torch.no_grad()
+def loop(
+    model: LaneModel,
+    start: tuple[State, ...],
+    batches: Batches,
+    loss: Loss,
+    steps: Sequence[int],
+    update: Update,
+    widths: tuple[int, ...] | None = None,
+) -> Result:
+    """Take lane k of all states through `steps[k]` updates. `start` is not changed.
+
+    Lanes are sorted by their number of steps, so the active ones are always a prefix and the work shrinks
+    as short lanes finish. A lane in the prefix that is finished or not finite is masked.
+    """
+    lanes = start[0].lanes
+    _one_each(lanes, steps=steps)
+    order = torch.argsort(torch.tensor(steps), descending=True, stable=True)
+    back = torch.argsort(order)
+    counts, order = torch.tensor(steps)[order], order.to(model.device)
+    states = tuple(gather(s, order) for s in start)
+    dtype = next(iter(start[0].params.values())).dtype
+    trace = torch.full((max(steps, default=0), lanes), torch.nan, dtype=dtype, device=model.device)
+    finite = torch.ones(lanes, dtype=torch.bool, device=model.device)
+    for step in range(trace.shape[0]):
+        active = int((counts > step).sum())
+        width = _width(active, lanes, widths)
+        gradient = Gradient(model, batches(step, order[:width]), loss, order[:width])
+        old = tuple(s.map(lambda t, w=width: t[:w]) for s in states)  # type: ignore[misc]
+        with torch.enable_grad():
+            new = update(gradient, old)
+        pairs = [(o, n) for a, b in zip(old, new, strict=True) for o, n in _changed(a, b)]
+        going = torch.arange(width, device=model.device) < active
+        moves = going & finite[:width] & gradient.finite & _all_finite([n for _, n in pairs], gradient.finite)
+        finite[:width] &= ~going | moves
+        for o, n in pairs:
+            o.copy_(torch.where(_like(moves, n), n, o))  # not a product with a mask: 0·NaN is NaN
+        if gradient.losses is not None:
+            trace[step, :active] = gradient.losses[:active]
+    failed = tuple(sorted(int(k) for k in order[~finite].tolist()))
+    return Result(tuple(gather(s, back) for s in states), trace[:, back.to(trace.device)], failed)
 
 
 def sgd(
@@ -64,102 +140,64 @@ def sgd(
     pull: Pull | None = None,
     options: Options = Options(),
 ) -> Result:
-    """Train lane k for `steps[k]` steps of size `lr[k]`. `start` is not changed.
+    """Train lane k for `steps[k]` steps of size `lr[k]`: gradient, clipping, decay, pull, momentum, in this order."""
+    first = next(iter(start.params.values()))
+    _one_each(start.lanes, lr=lr, **({"pull strength": pull.strength} if pull else {}))
+    rates = torch.tensor(lr, dtype=first.dtype, device=first.device)
+    strength = torch.tensor(pull.strength if pull else (), dtype=first.dtype, device=first.device)
+    centre = pull.towards.only(start.params, ()) if pull else State()
+    shared = centre.lanes == 1 and start.lanes != 1
+    velocity = State({n: torch.zeros_like(p) for n, p in start.params.items()} if options.momentum else {})
 
-    Lanes are sorted by their number of steps, so the active ones are always a prefix and the work shrinks
-    as short lanes finish. A lane in the prefix that is finished or not finite is masked.
-    """
-    counts_given = {"lr": lr, "steps": steps} | ({"pull strength": pull.strength} if pull else {})
-    for what, values in counts_given.items():
-        if len(values) != start.lanes:
-            raise ValueError(f"{what}: {len(values)} values for {start.lanes} lanes")
-    order = torch.argsort(torch.tensor(steps), descending=True, stable=True)
-    back = torch.argsort(order)
-    run = _Run(model, gather(start, order), _sorted_pull(pull, order, start), options)
-    rates = torch.tensor(lr, dtype=run.dtype)[order].to(model.device)
-    counts = torch.tensor(steps)[order]
-    lanes = order.to(model.device)
-    trace = torch.full((max(steps, default=0), start.lanes), torch.nan, dtype=run.dtype, device=model.device)
-    for step in range(trace.shape[0]):
-        active = int((counts > step).sum())
-        width = _width(active, start.lanes, options.widths)
-        losses = run.step(batches(step, lanes[:width]), loss, rates[:width], active)
-        trace[step, :active] = losses[:active]
-    failed = tuple(sorted(int(k) for k in lanes[~run.finite].tolist()))
-    return Result(gather(run.state, back), trace[:, back.to(trace.device)], failed)
+    def update(gradient: Gradient, states: tuple[State, ...]) -> tuple[State, ...]:
+        state, speed, towards = states[0], states[1], centre if shared else states[2]
+        grads, state = gradient(state)
+        with torch.no_grad():
+            if options.clip is not None:
+                grads = _clipped(grads, options.clip)
+            params, speeds = dict(state.params), dict(speed.params)
+            for name, g in grads.items():
+                p = params[name]
+                if options.weight_decay:
+                    g = g + options.weight_decay * p
+                if pull:
+                    g = g + _like(strength[gradient.lanes], p) * (p - towards.params[name])
+                if options.momentum:
+                    g = speeds[name] = options.momentum * speeds[name] + g
+                params[name] = torch.addcmul(p, g, _like(rates[gradient.lanes], g), value=-1.0)
+        return State(params, state.buffers), State(speeds), states[2]
+
+    begin = (start, velocity, State() if shared else centre)
+    return loop(model, begin, batches, loss, steps, update, options.widths)
+
+
+def _one_each(lanes: int, **given: Sequence[float]) -> None:
+    for what, values in given.items():
+        if len(values) != lanes:
+            raise ValueError(f"{what}: {len(values)} values for {lanes} lanes")
 
 
 def _width(active: int, lanes: int, widths: tuple[int, ...] | None) -> int:
     return active if widths is None else min((w for w in widths if active <= w <= lanes), default=lanes)
 
 
-def _sorted_pull(pull: Pull | None, order: Tensor, start: State) -> tuple[State, Tensor] | None:
-    if pull is None:
-        return None
-    towards = pull.towards.only(start.params, ())
-    towards = towards if towards.lanes == 1 else gather(towards, order)
-    first = next(iter(start.params.values()))
-    return towards, torch.tensor(pull.strength, dtype=first.dtype, device=first.device)[order.to(first.device)]
+def _changed(old: State, new: State) -> list[tuple[Tensor, Tensor]]:
+    pairs = [(t, new.params[n]) for n, t in old.params.items()]
+    pairs += [(t, new.buffers[n]) for n, t in old.buffers.items()]
+    return [(o, n) for o, n in pairs if o is not n]
 
 
-class _Run:
-    """The mutable part of one call of `sgd`, lanes already sorted."""
-
-    def __init__(self, model: LaneModel, state: State, pull: tuple[State, Tensor] | None, options: Options) -> None:
-        self.model, self.state, self.pull, self.options = model, state, pull, options
-        self.names = [n for n in state.params if n not in model.inert]
-        self.dtype = state.params[self.names[0]].dtype
-        self.finite = torch.ones(state.lanes, dtype=torch.bool, device=model.device)
-        self.velocity = [torch.zeros_like(state.params[n]) for n in self.names] if options.momentum else None
-
-    def step(self, batch: Batch, loss: Loss, rates: Tensor, active: int) -> Tensor:
-        """One step of the first `len(rates)` lanes, of which the first `active` count; returns losses."""
-        width = rates.shape[0]
-        params = {n: p[:width].detach() for n, p in self.state.params.items()}
-        leaves = [params[n].requires_grad_() for n in self.names]
-        fresh = {n: b[:width].clone() for n, b in self.state.buffers.items()}
-        logits = self.model(State(params, fresh), batch.images, norm="train", dropout=batch.keys)
-        losses = (loss(logits, batch.targets) * batch.weights).mean(1)
-        grads = list(torch.autograd.grad(losses.sum(), leaves))
-        with torch.no_grad():
-            size = sum((g.flatten(1).square().sum(1) for g in grads), torch.zeros_like(losses))
-            going = torch.arange(width, device=losses.device) < active
-            good = losses.isfinite() & size.isfinite() & _all_finite(list(fresh.values()), losses)
-            moves = going & self.finite[:width] & good
-            moves = self._update(leaves, grads, size.sqrt(), rates, moves)
-            self.finite[:width] &= ~going | moves
-            for name, buffer in self.state.buffers.items():
-                buffer[:width] = torch.where(_like(moves, buffer), fresh[name], buffer[:width])
-        return losses.detach()
-
-    def _update(self, leaves: list[Tensor], grads: list[Tensor], norms: Tensor, rates: Tensor, moves: Tensor) -> Tensor:
-        """Move the lanes that may and whose new parameters are finite; returns which ones did."""
-        width = rates.shape[0]
-        if self.options.clip is not None:
-            factor = (self.options.clip / norms.clamp_min(1e-30)).clamp_max(1.0)
-            grads = [g * _like(factor, g) for g in grads]
-        if self.options.weight_decay:
-            torch._foreach_add_(grads, leaves, alpha=self.options.weight_decay)
-        if self.pull is not None:
-            towards, strength = self.pull
-            for g, p, name in zip(grads, leaves, self.names, strict=True):
-                centre = towards.params[name]
-                g += _like(strength[:width], p) * (p - (centre if centre.shape[0] == 1 else centre[:width]))
-        if self.velocity is not None:
-            velocity = [v[:width] for v in self.velocity]
-            torch._foreach_mul_(velocity, self.options.momentum)
-            torch._foreach_add_(velocity, grads)
-            grads = velocity
-        new = [torch.addcmul(p, g, _like(rates, g), value=-1.0) for p, g in zip(leaves, grads, strict=True)]
-        moves = moves & _all_finite(new, norms)
-        for p, n in zip(leaves, new, strict=True):
-            p.copy_(torch.where(_like(moves, n), n, p))  # not a product with a mask: 0·NaN is NaN
-        return moves
+def _clipped(grads: dict[str, Tensor], bound: float) -> dict[str, Tensor]:
+    """Each lane's gradient scaled down to norm `bound` where it is longer."""
+    norm = torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(0).sqrt()
+    factor = (bound / norm.clamp_min(1e-30)).clamp_max(1.0)
+    return {n: g * _like(factor, g) for n, g in grads.items()}
 
 
 def _all_finite(tensors: list[Tensor], like: Tensor) -> Tensor:
     """Boolean `[K]`: whether a lane is finite throughout. One sum a tensor is cheaper than isfinite()."""
-    return sum((t.flatten(1).sum(1) * 0 for t in tensors), torch.zeros_like(like)).isfinite()
+    sums = [t.flatten(1).sum(1) for t in tensors]
+    return torch.stack(sums).isfinite().all(0) if sums else torch.ones_like(like)
 
 
 def _like(per_lane: Tensor, other: Tensor) -> Tensor:
