@@ -10,6 +10,8 @@ table in `perada.lanes.conv.choose` is read off these numbers; "loses" is its pr
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from dataclasses import asdict, dataclass
 from typing import get_args
 from unittest import mock
@@ -22,6 +24,7 @@ from perada.lanes import conv
 from perada.lanes.conv import Kernel, lane_conv2d
 
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+NOISY = 0.25  # cores that other processes took
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Case:
 def measure(shape: Shape, lanes: int, batch: int, args: argparse.Namespace) -> dict[str, object]:
     case = Case(shape, lanes, batch, args.device, args.channels_last)
     jobs = {kernel: (lambda kernel=kernel: case.step(kernel)) for kernel in KERNELS}
-    taken = interleaved(jobs, args.device, args.repeats, args.at_least, args.patience)
+    taken, noise = interleaved(jobs, args.device, args.repeats, args.at_least, args.patience)
     middle = {kernel: quartiles(taken[kernel])[0] for kernel in KERNELS}
     fastest = min(middle, key=middle.__getitem__)
     return {
@@ -115,6 +118,7 @@ def measure(shape: Shape, lanes: int, batch: int, args: argparse.Namespace) -> d
         "ms": {kernel: [1e3 * t for t in taken[kernel]] for kernel in KERNELS},
         "fastest": fastest,
         "chosen": case.chosen(),
+        "noise": noise,
         "loses": middle[case.chosen()] / middle[fastest] - 1,
     }
 
@@ -124,11 +128,15 @@ def row(shape: Shape, found: dict[str, object]) -> list[str]:
     marks = [("fastest", "*"), ("chosen", "<")]
     cells = [f"{spread(ms[k], 3)} {''.join(mark for what, mark in marks if found[what] == k):2}" for k in KERNELS]
     counts = [str(found["lanes"]), str(found["batch"])]
-    return [shape.network, str(shape), *counts, *cells, f"{found['loses']:.0%}"]
+    return [shape.network, str(shape), *counts, *cells, f"{found['loses']:.0%}", f"{found['noise']:.1f}"]
 
 
 def summary(found: list[dict[str, object]]) -> dict[str, float]:
-    """Geometric-mean loss against the fastest, of the choice and of each kernel used everywhere."""
+    """Geometric-mean loss against the fastest, of the choice and of each kernel used everywhere.
+
+    Rows measured while others were busy are left out, unless all were.
+    """
+    found = [f for f in found if f["noise"] < NOISY] or found  # type: ignore[operator]
     middle = [{k: quartiles(f["ms"][k])[0] for k in KERNELS} for f in found]  # type: ignore[index]
     picks = {"chosen": [f["chosen"] for f in found], **{k: [k] * len(found) for k in KERNELS}}
 
@@ -149,6 +157,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=3.0, help="seconds to wait for quiet, a row")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--tf32", action="store_true", help="cuda: tf32 in convolutions and products")
+    parser.add_argument("--only", default="", help='a regular expression for rows, such as "512→512 3×3 2"')
     parser.add_argument("--json", help="write the numbers here")
     return parser.parse_args()
 
@@ -158,17 +167,18 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
     lanes = [int(n) for n in args.lanes.split(",")]
     batches = [int(n) for n in (args.batch or ("16,64" if args.device == "cuda" else "16")).split(",")]
-    shapes = all_shapes()
+    shapes = [s for s in all_shapes() if re.search(args.only, f"{s.network} {s}")]
     found, rows = [], []
     for shape in shapes:
         for batch in batches:
             for count in lanes:
                 found.append(measure(shape, count, batch, args))
                 rows.append(row(shape, found[-1]))
+                print("measured:", *rows[-1], sep="  ", file=sys.stderr)  # a run cut short has shown something
     place = {**machine(args.device), "channels_last": args.channels_last, "tf32": args.tf32}
     print(", ".join(f"{k} {v}" for k, v in place.items()))
     title = "forward+backward, ms, median [quartiles]; * fastest, < chosen"
-    show(title, ["network", "convolution", "lanes", "batch", *KERNELS, "loses"], rows)
+    show(title, ["network", "convolution", "lanes", "batch", *KERNELS, "loses", "noise"], rows)
     losses = summary(found)
     print("loss against the fastest, geometric mean: " + ", ".join(f"{k} {v:.1%}" for k, v in losses.items()))
     write(args.json, {**place, "geometric_mean_loss": losses, "measurements": found})

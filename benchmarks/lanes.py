@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from timing import Job, interleaved, machine, quartiles, show, spread, sync, write
+from timing import Job, interleaved, machine, show, spread, sync, write
 from torch import Tensor, nn
 
 from perada.lanes import Batch, LaneModel, State, gather, sgd, stack
@@ -149,7 +149,11 @@ def probe(way: str, lanes: int, args: argparse.Namespace) -> float:
     """Peak memory in MiB that this way adds to a process (or a GPU) with torch loaded and nothing else."""
     torch.ones(64, 64).matmul(torch.ones(64, 64))
     before = 0 if args.device == "cuda" else _resident()
-    Bench(lanes, args).jobs()[way]()
+    bench = Bench(lanes, args)
+    if way == "sequential":  # it needs the plain network alone
+        bench.net = plain_model(bench.model, bench.dropout)
+        del bench.model
+    bench.jobs()[way]()
     sync(args.device)
     return (torch.cuda.max_memory_allocated() if args.device == "cuda" else _resident() - before) / 2**20
 
@@ -163,15 +167,29 @@ def _resident() -> int:
 def peak(way: str, lanes: int) -> float:
     """`probe` in a process of its own."""
     command = [sys.executable, __file__, *sys.argv[1:], "--probe", way, str(lanes)]
-    return float(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    return float(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
 
 
 def measure(lanes: int, args: argparse.Namespace) -> dict[str, object]:
-    taken = interleaved(Bench(lanes, args).jobs(), args.device, args.repeats, patience=args.patience)
+    taken, noise = interleaved(Bench(lanes, args).jobs(), args.device, args.repeats, patience=args.patience)
     ms = {way: [1e3 * t / lanes / args.steps for t in times] for way, times in taken.items()}
     ratios = [s / f for s, f in zip(ms["sequential"], ms["folded"], strict=True)]
     memory = {way: peak(way, lanes) for way in WAYS}
-    return {"lanes": lanes, "ms_per_lane_step": ms, "sequential_over_folded": ratios, "peak_mib": memory}
+    return {
+        "lanes": lanes,
+        "ms_per_lane_step": ms,
+        "sequential_over_folded": ratios,
+        "peak_mib": memory,
+        "noise": noise,
+    }
+
+
+def row(found: dict[str, object]) -> list[str]:
+    ms: dict[str, list[float]] = found["ms_per_lane_step"]  # type: ignore[assignment]
+    memory: dict[str, float] = found["peak_mib"]  # type: ignore[assignment]
+    ratio = spread(found["sequential_over_folded"])  # type: ignore[arg-type]
+    times = [spread(ms[way]) for way in WAYS]
+    return [str(found["lanes"]), *times, f"{ratio}×", *(f"{memory[way]:.0f}" for way in WAYS)]
 
 
 def arguments() -> argparse.Namespace:
@@ -180,8 +198,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lanes", default="1,2,4,8,16,32")
     parser.add_argument("--batch", type=int, default=16, help="images a lane")
     parser.add_argument("--steps", type=int, default=2, help="steps of a lane in one call")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--patience", type=float, default=15.0, help="seconds to wait for quiet, a row")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--patience", type=float, default=5.0, help="seconds to wait for quiet, a row")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--tf32", action="store_true", help="cuda: tf32 in convolutions and products")
     parser.add_argument("--json", help="write the numbers here")
@@ -196,23 +214,16 @@ def main() -> None:
         print(json.dumps(probe(args.probe[0], int(args.probe[1]), args)))
         return
     check(args)
-    found = [measure(int(n), args) for n in args.lanes.split(",")]
-    rows = [
-        [
-            str(f["lanes"]),
-            *(spread(f["ms_per_lane_step"][way]) for way in WAYS),  # type: ignore[index]
-            f"{spread(f['sequential_over_folded'])}×",  # type: ignore[arg-type]
-            *(f"{f['peak_mib'][way]:.0f}" for way in WAYS),  # type: ignore[index]
-        ]
-        for f in found
-    ]
+    found, rows = [], []
+    for lanes in map(int, args.lanes.split(",")):
+        found.append(measure(lanes, args))
+        rows.append(row(found[-1]))
+        print("measured:", *rows[-1], sep="  ", file=sys.stderr)  # a long run that breaks has shown something
     settings = {"batch": args.batch, "channels_last": args.channels_last, "tf32": args.tf32}
     place = {**machine(args.device), **settings}
     print(", ".join(f"{k} {v}" for k, v in place.items()))
     head = ["lanes", *(f"{way} ms" for way in WAYS), "sequential/folded", *(f"{way} MiB" for way in WAYS)]
     show("ResNet-18 + adapters, 32×32: ms a lane-step, median [quartiles], and peak memory", head, rows)
-    for f in found:
-        f["median_ratio"] = quartiles(f["sequential_over_folded"])[0]  # type: ignore[arg-type]
     write(args.json, {**place, "steps": args.steps, "measurements": found})
 
 

@@ -49,16 +49,18 @@ def _others() -> float:
 
 def interleaved(
     jobs: Mapping[str, Job], device: str, repeats: int, at_least: float = 0.0, patience: float = 10.0
-) -> dict[str, list[float]]:
+) -> tuple[dict[str, list[float]], float]:
     """Seconds of each job, `repeats` times: A B C A B C ..., so that a slow spell of the machine hits all.
 
     A job shorter than `at_least` seconds is run several times for each measurement. A round in which other
     processes took more than a tenth of a core is made again, for up to `patience` seconds; the quietest
-    rounds are kept.
+    rounds are kept. Also returns what others took, in cores, in the noisiest round kept.
     """
     for job in jobs.values():
         job()
-    inner = {name: max(1, int(at_least / seconds(job, device))) for name, job in jobs.items()}
+    inner = dict.fromkeys(jobs, 1)
+    if at_least:
+        inner = {name: max(1, int(at_least / seconds(job, device))) for name, job in jobs.items()}
     rounds: list[tuple[float, dict[str, float]]] = []
     give_up = time.perf_counter() + patience
     quiet = 0
@@ -71,7 +73,7 @@ def interleaved(
         if noise >= 0.1:
             time.sleep(0.2)
     best = sorted(rounds, key=lambda r: r[0])[:repeats]
-    return {name: [taken[name] for _, taken in best] for name in jobs}
+    return {name: [taken[name] for _, taken in best] for name in jobs}, best[-1][0]
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

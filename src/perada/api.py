@@ -25,7 +25,7 @@ from .methods import method_sizes
 from .models import count_groups
 from .report import write_report
 from .runs import RunFolder, device_of, write_atomic
-from .simulate import Progress, Say, Simulation, prepare
+from .simulate import DTYPES, Progress, Say, Simulation, prepare
 from .simulate import run as run_rounds
 
 
@@ -90,7 +90,7 @@ class Run:
 
     def normalise(self, images: Tensor) -> Tensor:
         """uint8 `[n, C, H, W]` -> what `model()` takes."""
-        return self.federation.prepare(images, torch.float32)
+        return self.federation.prepare(images, DTYPES[self.config.run.precision])
 
     def evaluate(self, on: Sequence[str] = ("local", "global")) -> dict[str, Scores]:
         """`local`, `val`, `global`, a shift (`noise`: all severities, `noise:3`: one) or `shifted` (all of them)."""
@@ -113,9 +113,8 @@ class Run:
         if channels == 1:
             pixels = np.rint(pixels.mean(1, keepdims=True)).astype(np.uint8)
         sim = self.simulation
-        ready = sim.federation.prepare(torch.from_numpy(pixels).to(sim.model.device), torch.float32)
         with torch.no_grad():
-            logits = self.model(client).float()(ready)
+            logits = self.model(client)(self.normalise(torch.from_numpy(pixels).to(sim.model.device)))
         found = logits.sigmoid() if self.federation.multilabel else logits.softmax(-1)
         names = self.federation.classes
         out = []
@@ -186,7 +185,8 @@ def train(
         run, sim = _resume(source, overrides, out, say)
     else:
         config = resolve(source, overrides)
-        path = Path(out) if out is not None else _free(default_out(source, config))
+        path = Path(out) if out is not None else default_out(source, config)
+        path = path if out is not None or overwrite else _free(path)
         RunFolder.check(path, overwrite)
         sim = prepare(config, say=say)  # everything that can be refused is refused before a folder is made
         run = Run(RunFolder.create(path, config.toml(), overwrite), config)
@@ -214,14 +214,13 @@ def _resume(source: str, overrides: dict[str, Any], out: str | Path | None, say:
     stored = str(path / "config.toml")
     may = {k: v for k, v in overrides.items() if k in ("run.device", "train.rounds")}
     if resolve(stored, overrides) != (config := resolve(stored, may)):
-        held, asked = config.as_dict(), resolve(stored, overrides).as_dict()
-        key = next(
-            f"{s}.{k}" for s in held for k in held[s].keys() | asked[s].keys() if held[s].get(k) != asked[s].get(k)
-        )
+        key = next(k for k in overrides if resolve(stored, {**may, k: overrides[k]}) != config)
         raise InputError(f"{path} was made with another {key}: resume it without that setting, or choose another --out")
     saved, warnings = folder.load()
     for line in warnings:
         say(line)
+    if saved is not None and saved.round > config.train.rounds:
+        raise InputError(f"{path} has {saved.round} rounds already: train.rounds={config.train.rounds} would undo some")
     sim = prepare(config, folder.backbone, say)
     if saved is not None:
         sim.restore(saved)

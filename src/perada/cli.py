@@ -98,8 +98,14 @@ def train_command(
             on_round=on_round,
             say=lambda text: err.print(text, highlight=False, soft_wrap=True),
         )
-    finally:
+    except Interrupted as stop:  # typer would swallow its words
         bar.stop()
+        again = f"perada train --out {shlex.quote(str(stop.path))} --resume"
+        print(f"{stop}. Continue with: {again}", file=sys.stderr)
+        raise typer.Exit(130) from stop
+    finally:
+        if bar.live.is_started:
+            bar.stop()
     if as_json:
         _print_json({"run": str(run.path), "report": str(run.path / "report.html"), **run.summary})
         return
@@ -138,7 +144,10 @@ def evaluate(
 ) -> None:
     """Test every client's personal model."""
     opened = load(run)
-    found = opened.evaluate([s.strip() for s in on.split(",") if s.strip()])
+    names = [s.strip() for s in on.split(",") if s.strip()]
+    if not names:
+        raise InputError("--on: name at least one test set, such as local,global")
+    found = opened.evaluate(names)
     if as_json:
         _print_json({"run": str(run), **{k: v.as_dict() for k, v in found.items()}})
         return
@@ -252,10 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(str(error), 2)
     except RunError as error:
         return _complain(str(error), 1)
-    except (KeyboardInterrupt, typer.Abort) as stop:
-        run = stop if isinstance(stop, Interrupted) else stop.__cause__  # typer turns the one into the other
-        more = f"perada train --out {shlex.quote(str(run.path))} --resume" if isinstance(run, Interrupted) else ""
-        print(f"{run}. Continue with: {more}" if more else "interrupted", file=sys.stderr)
+    except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:
         return 0

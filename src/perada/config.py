@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
 import types
 import typing
@@ -53,6 +54,8 @@ class RunOptions:
     shifts: bool = False  # at the end, test on shifted copies of the test images too
 
     def __post_init__(self) -> None:
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2^63, not {self.seed}")
         for name, least in (("seed", 0), ("eval_every", 1), ("checkpoint_every", 1), ("lanes", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
@@ -112,7 +115,10 @@ def resolve(source: str = "digits", overrides: Mapping[str, Any] | None = None) 
         section, dot, name = key.partition(".")
         if not dot:
             raise unknown("key", key, _known_keys("perada"))
-        tables.setdefault(section, {})[name] = value
+        table = tables.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise InputError(f"{source}: [{section}] must be a section, not a value")
+        table[name] = value
     return _build(tables)
 
 
@@ -130,17 +136,17 @@ def parse_setting(text: str) -> tuple[str, Any]:
 def _read(source: str) -> dict[str, Any]:
     known = presets()
     path = Path(source).expanduser()
-    if source in known:
-        text = (resources.files("perada") / "presets" / f"{source}.toml").read_text("utf8")
-    elif path.suffix == ".toml" and path.is_file():
-        text = path.read_text("utf8")
-    elif path.suffix == ".toml":
-        raise InputError(f"no such file: {source}")
-    else:
+    if source not in known and path.suffix != ".toml":
         raise unknown("preset", source, known)
     try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        if source in known:
+            return tomllib.loads((resources.files("perada") / "presets" / f"{source}.toml").read_text("utf8"))
+        return tomllib.loads(path.read_text("utf8"))
+    except FileNotFoundError as error:
+        raise InputError(f"no such file: {source}") from error
+    except OSError as error:
+        raise InputError(f"cannot read {source}: {error.strerror}") from error
+    except ValueError as error:  # bad TOML, or bytes that are no text
         raise InputError(f"{source}: not valid TOML: {error}") from error
 
 
@@ -150,7 +156,10 @@ def _known_keys(method: str) -> list[str]:
 
 
 def _build(tables: dict[str, Any]) -> Config:
-    method = dict(tables.pop("method", {"name": "perada"}))
+    method = tables.pop("method", {})
+    if not isinstance(method, dict):
+        raise InputError('[method] must be a section with a name, such as name = "perada"')
+    method = dict(method)
     name = str(method.setdefault("name", "perada"))
     known = hyperparameters(name)
     for section, values in tables.items():
@@ -195,12 +204,12 @@ def _coerce(value: Any, hint: Any, key: str) -> Any:
             raise InputError(f"{key} must be a list, such as [1, 2], not {value!r}")
         return tuple(_coerce(v, typing.get_args(hint)[0], key) for v in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        value = float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
         raise InputError(f"{key} must be {words[hint]}, not {value!r}")
-    if hint is float and value != value:
-        raise InputError(f"{key} must be a number, not nan")
+    if hint is float and not math.isfinite(value):
+        raise InputError(f"{key} must be a finite number, not {value}")
     return value
 
 
@@ -211,4 +220,5 @@ def _toml(value: Any) -> str:
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     if isinstance(value, types.NoneType):
         raise TypeError("TOML has no null")
-    return json.dumps(value)
+    # JSON's strings are TOML's, but for surrogate pairs and the one control character JSON leaves as it is.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -7,6 +7,7 @@ Bernoulli, summed over labels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -154,16 +155,16 @@ class Server:
         key = key_of(self.seed, self.round, "distill")
         found, trace = distill(self.model, student, teachers, self.images, o, self.multilabel, key)
         self.log = {"kl_first": trace[0], "kl_last": trace[-1]}
+        finite = torch.stack([t.flatten(1).isfinite().all(1) for t in found.tensors()]).all(0).cpu()
         if o.guard == "none":
-            return found
-        candidates = stack(student, found)
+            self.log["diverged"] = not bool(finite[-1])
+            return found if finite[-1] else student
+        candidates, steps = stack(student, found), [0, *o.snapshots()]
         losses = self.score(candidates)
-        judged = losses[:, ~losses.isnan().any(0)].mean(1)
-        best = int(judged.argmin()) if losses.numel() and not judged.isnan().any() else 0
-        steps = [0, *o.snapshots()]
-        self.log |= {
-            "guard_steps": steps,
-            "guard_losses": [None if x != x else x for x in judged.tolist()],
-            "guard_chose": steps[best],
-        }
+        judges = ~losses[0].isnan()  # a judge without data has no opinion on anything
+        judged = losses[:, judges].mean(1) if judges.any() else torch.zeros(len(steps))
+        judged[1:][~finite] = torch.inf
+        best = int(judged.nan_to_num(nan=torch.inf).argmin())  # the first of equals: the plain average
+        known = [x if judges.any() and math.isfinite(x) else None for x in judged.tolist()]
+        self.log |= {"guard_steps": steps, "guard_losses": known, "guard_chose": steps[best]}
         return candidates.map(lambda t: t[best : best + 1].clone())

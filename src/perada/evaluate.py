@@ -22,7 +22,9 @@ CHUNK = 4096  # images × lanes in one forward pass
 @torch.no_grad()
 def logits_of(model: LaneModel, lanes: State, federation: Federation, images: Tensor) -> Tensor:
     """Every lane on every image (uint8 `[n, C, H, W]`), eval mode -> `[K, n, classes]`."""
-    dtype = next(lanes.tensors()).dtype  # type: ignore[call-overload]
+    if len(images) == 0:
+        return torch.zeros(lanes.lanes, 0, len(federation.classes), device=model.device)
+    dtype = next(iter(lanes.tensors())).dtype
     size = max(1, CHUNK // lanes.lanes)
     out = []
     for part in torch.split(images, size):
@@ -41,8 +43,8 @@ def own_logits(model: LaneModel, lanes: State, federation: Federation, indices: 
     """Lane k on its own images `indices[k]`, folded over lanes -> K tensors `[n_k, classes]`."""
     if lanes.lanes == 1:
         return [logits_on(model, lanes, federation, i)[0] for i in indices]
-    dtype = next(lanes.tensors()).dtype  # type: ignore[call-overload]
-    longest = max(map(len, indices))
+    dtype = next(iter(lanes.tensors())).dtype
+    longest = max(1, *map(len, indices))
     size = max(1, CHUNK // lanes.lanes)
     padded = np.stack([np.resize(i, longest) if len(i) else np.zeros(longest, np.int64) for i in indices])
     out = []
@@ -136,7 +138,7 @@ def shifted_scores(model: LaneModel, lanes: State, federation: Federation, name:
     kind, colon, level = name.partition(":")
     if kind != "shifted" and kind not in SHIFTS:
         raise unknown("test set", name, ["local", "val", "global", "shifted", *SHIFTS])
-    if colon and not level.isdigit():
+    if colon and level not in ("1", "2", "3", "4", "5"):
         raise InputError(f"{name!r}: write a severity from 1 to 5 behind the colon")
     index = torch.from_numpy(federation.test).to(model.device)
     images, targets = federation.images[index].cpu().numpy(), federation.targets[index]

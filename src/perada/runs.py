@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,15 @@ from .errors import InputError, RunError
 from .lanes import State
 
 KEEP = 2  # checkpoints
+
+
+def jsonable(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null instead."""
+    if isinstance(value, Mapping):
+        return {k: jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -77,9 +87,15 @@ class RunFolder:
     @staticmethod
     def check(path: Path, overwrite: bool) -> None:
         """Refuse a path that must not be written to."""
-        if path.exists() and not path.is_dir():
+        try:
+            path.lstat()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise InputError(f"cannot write to {path}: {error.strerror}") from error
+        if not path.is_dir():
             raise InputError(f"{path} is a file: choose another --out")
-        if path.exists() and any(path.iterdir()):
+        if any(path.iterdir()):
             if not overwrite:
                 raise InputError(f"{path} exists: --resume continues it, --overwrite replaces it, --out picks another")
             if not (path / "config.toml").is_file():
@@ -107,14 +123,14 @@ class RunFolder:
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         with (self.path / "metrics.jsonl").open("a") as f:
-            f.write(json.dumps(row) + "\n")
+            f.write(json.dumps(jsonable(row)) + "\n")
             f.flush()
             os.fsync(f.fileno())
 
     def metrics(self) -> list[dict[str, Any]]:
         path = self.path / "metrics.jsonl"
         rows = []
-        for line in path.read_text().splitlines() if path.is_file() else []:
+        for line in path.read_text("utf8", "replace").splitlines() if path.is_file() else []:
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError:
@@ -127,7 +143,7 @@ class RunFolder:
         write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in rows).encode())
 
     def write_json(self, name: str, value: object) -> None:
-        write_atomic(self.path / name, (json.dumps(value, indent=1) + "\n").encode())
+        write_atomic(self.path / name, (json.dumps(jsonable(value), indent=1) + "\n").encode())
 
     def summary(self) -> dict[str, Any]:
         path = self.path / "summary.json"
@@ -158,7 +174,7 @@ class RunFolder:
                 else:
                     hashes[name] = self._hashes[name]
             note = {"round": checkpoint.round, "sha256": hashes, "note": checkpoint.note}
-            write_atomic(part / "state.json", json.dumps(note, indent=1).encode())
+            write_atomic(part / "state.json", json.dumps(jsonable(note), indent=1).encode())
             shutil.rmtree(target, ignore_errors=True)
             os.replace(part, target)
         except OSError as error:

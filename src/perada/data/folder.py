@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from ..errors import InputError
 from .federation import Source
@@ -19,10 +19,10 @@ def read_image(path: Path, size: int) -> NDArray[np.uint8]:
     """RGB uint8 `[3, size, size]`: the shorter side is scaled to `size`, the middle is kept."""
     try:
         with Image.open(path) as image:
-            rgb = image.convert("RGB")
+            rgb = _eight_bits(image).convert("RGB")
     except FileNotFoundError as error:
         raise InputError(f"no such image: {path}") from error
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise InputError(f"cannot read image {path}: it is damaged or not an image") from error
     scale = size / min(rgb.size)
     rgb = rgb.resize((max(size, round(rgb.width * scale)), max(size, round(rgb.height * scale))))
@@ -31,9 +31,18 @@ def read_image(path: Path, size: int) -> NDArray[np.uint8]:
     return pixels.transpose(2, 0, 1)
 
 
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Scans of 16 bits a pixel, scaled: Pillow's own conversion would clip them to white."""
+    if not image.mode.startswith(("I", "F")):
+        return image
+    pixels = np.asarray(image, np.float64)
+    top = 65535.0 if pixels.max() > 255 else 255.0
+    return Image.fromarray(np.rint(pixels.clip(0, top) / top * 255).astype(np.uint8))
+
+
 def image_files(base: Path) -> list[Path]:
     """Every image file below a folder, in a fixed order."""
-    return sorted(p for p in base.rglob("*") if p.suffix.lower() in ENDINGS and p.is_file())
+    return sorted(p for p in base.rglob("*") if p.suffix.lower() in ENDINGS and p.name[0] != "." and p.is_file())
 
 
 def unlabelled(root: str, size: int) -> NDArray[np.uint8]:

@@ -47,7 +47,7 @@ def dirichlet_counts(
 
 def _dirichlet(alpha: float, clients: int, rng: np.random.Generator) -> Floats:
     """Dir(α) through logarithms of gamma draws, so that a tiny α gives one winner, not 0/0."""
-    logs = np.log(rng.gamma(alpha + 1.0, size=clients)) + np.log(rng.random(clients)) / alpha
+    logs = np.log(rng.gamma(alpha + 1.0, size=clients)) + np.log(1.0 - rng.random(clients)) / max(alpha, 1e-12)
     raw = np.exp(logs - logs.max())
     shares: Floats = raw / raw.sum()
     return shares

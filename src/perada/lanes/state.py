@@ -69,11 +69,15 @@ def stack(*states: State) -> State:
 
 
 def split(state: State, parts: int) -> tuple[State, ...]:
-    """The inverse of stacking `parts` states of equal size. The parts are views."""
+    """The inverse of stacking `parts` states of equal size.
+
+    The parts are copies: serialising a view would carry its neighbours' storage along, and here the neighbour
+    of an upload is what must never leave the client.
+    """
     size, rest = divmod(state.lanes, parts)
     if rest:
         raise ValueError(f"{state.lanes} lanes do not split into {parts} equal parts")
-    return tuple(state.map(lambda t, i=i: t[i * size : (i + 1) * size]) for i in range(parts))  # type: ignore[misc]
+    return tuple(state.map(lambda t, i=i: t[i * size : (i + 1) * size].clone()) for i in range(parts))  # type: ignore[misc]
 
 
 def repeat(state: State, lanes: int) -> State:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..lanes import Group, default_groups
+from ..lanes import Group, default_groups, key_of
 
 
 class BasicBlock(nn.Module):
@@ -71,7 +71,7 @@ def resnet(name: str, classes: int, seed: int = 0) -> ResNet:
     with torch.device("meta"):
         net = ResNet(blocks, widths, classes, small_stem)
     net.to_empty(device="cpu")
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(key_of(seed, "backbone") & (2**63 - 1))
     for layer in net.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu", generator=draw)

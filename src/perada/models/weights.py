@@ -60,8 +60,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
             found = torch.load(path, map_location="cpu", weights_only=True)
             found = found.get("state_dict", found) if isinstance(found, dict) else found
     except Exception as error:  # a damaged file breaks readers in any way there is
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"model.weights: cannot read {path}: {reason}") from error
+        raise InputError(f"model.weights: cannot read {path}: it is damaged, or holds more than tensors") from error
     if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(t, Tensor) for k, t in found.items()):
         raise InputError(f"model.weights: {path} holds no flat dictionary of tensors (a state_dict)")
     return {n.removeprefix("module."): t.float() if t.is_floating_point() else t for n, t in found.items()}

@@ -1,0 +1,505 @@
+"""Distillation: what the teacher is, what the student learns, and what the guard keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_close_norm, assert_same_tensors
+from lanes.problems import noisy
+from small import lanes_of, pixel_model, small, weights_of
+from torch import Tensor
+
+from perada.data.federation import Federation
+from perada.distill import Distill, Server, chunks_of, distill, kl, teacher_logits
+from perada.lanes import LaneModel, State, adapt, gather, mean, stack
+from perada.models.resnet import resnet, resnet_groups
+from perada.simulate import Simulation, prepare
+
+ONE = torch.ones(
+    4, 3, 1, 1, dtype=torch.float64
+)  # four images of one pixel, x = 1: a pixel model's logits are its weights
+
+
+def double(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+# The teacher and the loss.
+
+
+def test_the_teacher_is_the_mean_of_logits_not_of_probabilities() -> None:
+    """Two sure teachers that agree on a second choice: the mean of their logits takes it, (5, 5, 9); the mean
+    of their probabilities, about (0.37, 0.37, 0.27), does not."""
+    teachers = lanes_of([10.0, 0.0, 9.0], [0.0, 10.0, 9.0])
+    (found,) = teacher_logits(pixel_model(0.0, 0.0, 0.0), teachers, [ONE], "public")
+    assert torch.equal(found, double([5.0, 5.0, 9.0]).expand(4, 3))
+    probabilities = double([10.0, 0.0, 9.0], [0.0, 10.0, 9.0]).softmax(-1).mean(0)
+    assert int(found[0].argmax()) == 2
+    assert int(probabilities.argmax()) != 2
+
+
+def test_a_student_learns_the_softmax_of_the_mean_logits() -> None:
+    options = Distill(steps=400, lr=0.1, guard="none")
+    teachers = lanes_of([10.0, 0.0, 9.0], [0.0, 10.0, 9.0])
+    found, trace = distill(pixel_model(0.0, 0.0, 0.0), lanes_of([0.0, 0.0, 0.0]), teachers, [ONE], options, False, 0)
+    wanted = double([5.0, 5.0, 9.0]).softmax(-1)
+    assert torch.allclose(found.params["fc.weight"][0, :, 0].softmax(-1), wanted[0], atol=1e-3)
+    assert trace[-1] < 1e-5 < trace[0]
+
+
+def test_kl_of_a_softmax_by_hand() -> None:
+    """Teacher (¾, ¼), student (½, ½): ¾ ln(¾/½) + ¼ ln(¼/½) = 0.130812; the mean with an equal pair is half."""
+    teacher, student = double([math.log(3.0), 0.0], [1.0, 1.0]), double([0.0, 0.0], [7.0, 7.0])
+    assert float(kl(teacher[:1], student[:1], 1.0, False)) == pytest.approx(0.13081203594113694, rel=1e-12)
+    assert float(kl(teacher, student, 1.0, False)) == pytest.approx(0.13081203594113694 / 2, rel=1e-12)
+
+
+def test_kl_is_from_the_teacher_to_the_student() -> None:
+    """The other direction is ½ ln(½/¾) + ½ ln(½/¼) = 0.143841."""
+    teacher, student = double([math.log(3.0), 0.0]), double([0.0, 0.0])
+    assert float(kl(student, teacher, 1.0, False)) == pytest.approx(0.14384103622589042, rel=1e-12)
+
+
+def test_kl_of_labels_is_the_sum_of_bernoulli_kls_by_hand() -> None:
+    """Labels 1 and 2: teacher ¾ and ½, student ½ and ½: 0.130812 + 0. A softmax over labels would give another."""
+    teacher, student = double([math.log(3.0), 0.0]), double([0.0, 0.0])
+    assert float(kl(teacher, student, 1.0, True)) == pytest.approx(0.13081203594113694, rel=1e-12)
+    both = double([math.log(3.0), math.log(3.0)])  # for a softmax these two teachers would say nothing at all
+    assert float(kl(both, student, 1.0, True)) == pytest.approx(2 * 0.13081203594113694, rel=1e-12)
+    assert float(kl(both, student, 1.0, False)) == pytest.approx(0.0, abs=1e-15)
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+def test_a_temperature_softens_both_sides_and_the_loss_is_scaled_by_its_square(multilabel: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    t, s = (torch.randn(5, 3, generator=draw, dtype=torch.float64) for _ in range(2))
+    assert float(kl(t, s, 2.5, multilabel)) == pytest.approx(6.25 * float(kl(t / 2.5, s / 2.5, 1.0, multilabel)))
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_a_perfect_student_has_no_loss_and_no_gradient(multilabel: bool, temperature: float) -> None:
+    teacher = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    student = teacher.clone().requires_grad_()
+    loss = kl(teacher, student, temperature, multilabel)
+    (gradient,) = torch.autograd.grad(loss, student)
+    assert abs(loss.item()) < 1e-15
+    assert float(gradient.abs().max()) < 1e-15
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+def test_extreme_logits_stay_finite(multilabel: bool) -> None:
+    teacher = double([1e4, -1e4])
+    student = double([-1e4, 1e4]).requires_grad_()
+    loss = kl(teacher, student, 1.0, multilabel)
+    assert math.isfinite(loss.item())
+    assert torch.autograd.grad(loss, student)[0].isfinite().all()
+
+
+# The steps.
+
+
+def adam_by_hand(w: list[float], teacher: list[float], rates: list[float]) -> list[list[float]]:
+    """Adam on KL(teacher ‖ softmax(w)) for x = 1, where the gradient is softmax(w) − softmax(teacher)."""
+    p = double(teacher).softmax(-1)[0].tolist()
+    m, s, out = [0.0] * len(w), [0.0] * len(w), []
+    for r, rate in enumerate(rates, 1):
+        q = double(w).softmax(-1)[0].tolist()
+        for j in range(len(w)):
+            g = q[j] - p[j]
+            m[j], s[j] = 0.9 * m[j] + 0.1 * g, 0.999 * s[j] + 0.001 * g * g
+            w = [*w[:j], w[j] - rate * (m[j] / (1 - 0.9**r)) / (math.sqrt(s[j] / (1 - 0.999**r)) + 1e-8), *w[j + 1 :]]
+        out.append(w)
+    return out
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_the_steps_are_adams_with_the_rate_of_the_schedule(schedule: Any) -> None:
+    """A cosine from η_g towards 0: in 6 steps the factors are 1, 0.933, 0.75, 0.5, 0.25, 0.067."""
+    options = Distill(steps=6, lr=0.05, schedule=schedule, guard="clients", candidates=(1, 2, 3, 4, 5))
+    factor = [1.0, 0.9330127018922194, 0.75, 0.5, 0.25, 0.0669872981077807]
+    rates = [0.05 * f if schedule == "cosine" else 0.05 for f in factor]
+    found, _ = distill(
+        pixel_model(0.0, 0.0), lanes_of([0.3, -0.2]), lanes_of([2.0, -1.0], [1.0, 1.0]), [ONE], options, False, 0
+    )
+    assert np.allclose(weights_of(found), adam_by_hand([0.3, -0.2], [1.5, 0.0], rates), rtol=0, atol=1e-12)
+
+
+def test_the_trace_is_the_loss_before_each_step() -> None:
+    options = Distill(steps=3, lr=0.05, guard="none")
+    start, teachers = lanes_of([0.3, -0.2]), lanes_of([2.0, -1.0])
+    _, trace = distill(pixel_model(0.0, 0.0), start, teachers, [ONE], options, False, 0)
+    assert len(trace) == 3
+    assert trace[0] == pytest.approx(float(kl(double([2.0, -1.0]), double([0.3, -0.2]), 1.0, False)))
+    assert trace[2] < trace[1] < trace[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (Distill(steps=10, candidates=(5, 2, 5, 3), guard="clients"), (2, 3, 5, 10)),
+        (Distill(steps=10, candidates=(10, 20), guard="server"), (10,)),
+        (Distill(steps=10, candidates=(), guard="clients"), (10,)),
+        (Distill(steps=10, candidates=(5,), guard="none"), (10,)),
+        (Distill(), (20, 60, 150, 500)),
+    ],
+)
+def test_candidates_are_the_wanted_steps_and_the_last(options: Distill, wanted: tuple[int, ...]) -> None:
+    assert options.snapshots() == wanted
+
+
+def test_a_candidate_is_the_student_after_so_many_steps() -> None:
+    """The second of three candidates equals a constant-rate run that ends there."""
+    model, start, teachers = pixel_model(0.0, 0.0), lanes_of([0.3, -0.2]), lanes_of([2.0, -1.0])
+    many = Distill(steps=9, lr=0.05, schedule="constant", candidates=(2, 5))
+    found, _ = distill(model, start, teachers, [ONE], many, False, 0)
+    assert found.lanes == 3
+    short, _ = distill(
+        model, start, teachers, [ONE], Distill(steps=5, lr=0.05, schedule="constant", guard="none"), False, 0
+    )
+    assert weights_of(found)[1] == weights_of(short)[0]
+
+
+def test_public_data_are_shuffled_once_and_cut_into_equal_chunks() -> None:
+    chunks = chunks_of(100, Distill(batch=32), seed=0)
+    assert [len(c) for c in chunks] == [32, 32, 32]
+    index = torch.cat(chunks).tolist()
+    assert len(set(index)) == 96
+    assert index != sorted(index), "files may be sorted by class"
+    assert [c.tolist() for c in chunks] == [c.tolist() for c in chunks_of(100, Distill(batch=32), seed=0)]
+    assert [c.tolist() for c in chunks] != [c.tolist() for c in chunks_of(100, Distill(batch=32), seed=1)]
+    assert [len(c) for c in chunks_of(100, Distill(batch=32, size=40), seed=0)] == [32]
+    assert [len(c) for c in chunks_of(100, Distill(batch=4096), seed=0)] == [100]
+
+
+# A real network: batch norm, dropout, inert biases.
+
+
+@pytest.fixture(scope="module")
+def model() -> LaneModel:
+    return adapt(resnet("resnet8", 5), groups=resnet_groups).to("cpu", torch.float64)
+
+
+@pytest.fixture(scope="module")
+def chunks() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    return [2 + torch.randn(6, 3, 8, 8, generator=draw, dtype=torch.float64) for _ in range(2)]
+
+
+@pytest.fixture
+def teachers(model: LaneModel) -> State:
+    return noisy(model.repeated(3))
+
+
+def run(model: LaneModel, teachers: State, chunks: list[Tensor], key: int = 0, **set: Any) -> State:
+    options = Distill(**{"steps": 3, "lr": 0.01, "guard": "none", **set})
+    return distill(model, mean(teachers), teachers, chunks, options, False, key)[0]
+
+
+def copied(state: State) -> State:
+    return state.map(torch.clone)
+
+
+def test_public_statistics_normalise_the_teachers_chunk_by_chunk(
+    model: LaneModel, teachers: State, chunks: list[Tensor]
+) -> None:
+    """With the chunk's own statistics an affine change of all images vanishes in the first norm of every
+    channel; the running ones are another network's idea of the data."""
+    public, running = (teacher_logits(model, teachers, chunks, norm) for norm in ("public", "running"))
+    assert all(float((a - b).norm()) > 1e-2 for a, b in zip(public, running, strict=True))
+    by_hand = [model(teachers, x.repeat(3, 1, 1, 1), norm="batch").mean(0) for x in chunks]
+    assert all(torch.equal(a, b) for a, b in zip(public, by_hand, strict=True))
+    other = State(teachers.params, {n: b + 5 for n, b in teachers.buffers.items()})
+    again, moved = (teacher_logits(model, other, chunks, norm) for norm in ("public", "running"))
+    assert all(torch.equal(a, b) for a, b in zip(public, again, strict=True)), "running statistics must not matter"
+    assert not torch.equal(moved[0], running[0])
+
+
+@pytest.mark.parametrize("norm", ["public", "running"])
+@pytest.mark.parametrize("student_norm", ["batch", "frozen"])
+def test_teachers_and_the_average_are_never_changed(
+    model: LaneModel, teachers: State, chunks: list[Tensor], norm: str, student_norm: str
+) -> None:
+    before, start = copied(teachers), mean(teachers)
+    start_before = copied(start)
+    options = Distill(steps=3, lr=0.01, guard="none", teacher_norm=norm, student_norm=student_norm)  # type: ignore[arg-type]
+    distill(model, start, teachers, chunks, options, False, 0)
+    for a, b in ((teachers, before), (start, start_before)):
+        assert_same_tensors(a.params, b.params)
+        assert_same_tensors(a.buffers, b.buffers)
+        assert not any(t.requires_grad for t in a.tensors())
+
+
+def test_teachers_are_asked_once_per_chunk_and_their_logits_kept(
+    model: LaneModel, teachers: State, chunks: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven steps over two chunks: two passes of three teachers, seven of the student, not seven of both."""
+    calls: list[tuple[int, bool]] = []
+    real = LaneModel.__call__
+
+    def counted(self: LaneModel, state: State, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append((state.lanes, kwargs.get("dropout") is not None))
+        return real(self, state, *args, **kwargs)
+
+    monkeypatch.setattr(LaneModel, "__call__", counted)
+    run(model, teachers, chunks, steps=7)
+    assert calls == [(3, False)] * 2 + [(1, True)] * 7, "teachers have no dropout, the student has"
+
+
+def test_kept_statistics_are_the_averages_or_the_students(
+    model: LaneModel, teachers: State, chunks: list[Tensor]
+) -> None:
+    average = mean(teachers)
+    kept = run(model, teachers, chunks, keep_stats="average")
+    own = run(model, teachers, chunks, keep_stats="student")
+    assert_same_tensors(kept.params, own.params)
+    assert_same_tensors(kept.buffers, average.buffers)
+    assert not torch.equal(own.buffers["bn1.running_mean"], average.buffers["bn1.running_mean"])
+
+
+def test_a_frozen_student_normalises_with_the_average_and_keeps_it(
+    model: LaneModel, teachers: State, chunks: list[Tensor]
+) -> None:
+    frozen = run(model, teachers, chunks, student_norm="frozen", keep_stats="student")
+    assert_same_tensors(frozen.buffers, mean(teachers).buffers)
+    batch = run(model, teachers, chunks, student_norm="batch")
+    assert not torch.equal(frozen.params["fc.weight"], batch.params["fc.weight"])
+
+
+def test_the_norm_of_the_teachers_changes_what_is_learnt(
+    model: LaneModel, teachers: State, chunks: list[Tensor]
+) -> None:
+    public, running = (run(model, teachers, chunks, teacher_norm=n) for n in ("public", "running"))
+    assert float((public.params["fc.weight"] - running.params["fc.weight"]).norm()) > 1e-4
+
+
+def test_adam_does_not_move_inert_biases(model: LaneModel, teachers: State, chunks: list[Tensor]) -> None:
+    """Their gradient is zero up to rounding, which Adam would divide by itself and follow."""
+    found, average = run(model, teachers, chunks, steps=5), mean(teachers)
+    assert model.inert
+    for name in found.params:
+        assert torch.equal(found.params[name], average.params[name]) == (name in model.inert), name
+
+
+def test_the_students_dropout_follows_its_key(model: LaneModel, teachers: State, chunks: list[Tensor]) -> None:
+    a, b, c = (run(model, teachers, chunks, key=key) for key in (0, 0, 1))
+    assert_same_tensors(a.params, b.params)
+    assert not torch.equal(a.params["fc.weight"], c.params["fc.weight"])
+
+
+def test_distilling_brings_the_student_nearer(chunks: list[Tensor], teachers: State, model: LaneModel) -> None:
+    options = Distill(steps=40, lr=0.01, guard="none")
+    _, trace = distill(model, mean(teachers), teachers, chunks, options, False, 0)
+    assert np.mean(trace[-4:]) < 0.5 * np.mean(trace[:4])
+
+
+def test_multilabel_students_learn_each_label() -> None:
+    """Teachers (2, 2) and (2, −2): labels at σ(2) and σ(0). A softmax would only see the difference."""
+    options = Distill(steps=400, lr=0.1, guard="none")
+    found, _ = distill(
+        pixel_model(0.0, 0.0), lanes_of([0.0, 1.0]), lanes_of([2.0, 2.0], [2.0, -2.0]), [ONE], options, True, 0
+    )
+    assert weights_of(found)[0] == pytest.approx([2.0, 0.0], abs=1e-2)
+
+
+# The guard.
+
+Judge = Callable[[State], Tensor]
+
+
+def server(judge: Judge, round: int = 0, **set: Any) -> Server:
+    options = Distill(**{"steps": 4, "lr": 0.05, "candidates": (1, 2), "guard": "clients", **set})
+    return Server(pixel_model(0.0, 0.0), [ONE], options, False, round, 0, judge)
+
+
+TEACHERS = lanes_of([2.0, -1.0], [1.0, 1.0])
+AVERAGE = lanes_of([0.1 + 0.2, -0.2])  # 0.30000000000000004: a copy through arithmetic would show
+
+
+def losses(*rows: list[float]) -> Judge:
+    def judge(candidates: State) -> Tensor:
+        assert candidates.lanes == len(rows), "the average and every snapshot are judged"
+        assert weights_of(candidates)[0] == weights_of(AVERAGE)[0], "the average comes first"
+        return double(*rows)
+
+    return judge
+
+
+def test_a_guard_that_likes_the_average_best_keeps_it_bit_for_bit() -> None:
+    s = server(losses([0.1], [0.2], [0.3], [0.4]))
+    assert_same_tensors(s.distill(AVERAGE, TEACHERS).params, AVERAGE.params)
+    assert s.log is not None
+    assert s.log["guard_chose"] == 0
+    assert s.log["guard_steps"] == [0, 1, 2, 4]
+    assert s.log["guard_losses"] == [0.1, 0.2, 0.3, 0.4]
+
+
+@pytest.mark.parametrize(("best", "steps"), [(1, 1), (2, 2), (3, 4)])
+def test_a_guard_keeps_the_candidate_with_the_least_mean_loss(best: int, steps: int) -> None:
+    rows = [[1.0, 1.0] for _ in range(4)]
+    rows[best] = [1.4, 0.5]  # worse for one judge, better on average
+    s = server(losses(*rows))
+    found = s.distill(AVERAGE, TEACHERS)
+    seen: list[State] = []
+    blind = server(lambda c: seen.append(c) or double(*rows))
+    blind.distill(AVERAGE, TEACHERS)
+    assert_same_tensors(found.params, gather(seen[0], [best]).params)
+    assert s.log is not None
+    assert s.log["guard_chose"] == steps
+
+
+def test_a_tie_keeps_the_average() -> None:
+    s = server(losses([0.5], [0.5], [0.5], [0.5]))
+    assert_same_tensors(s.distill(AVERAGE, TEACHERS).params, AVERAGE.params)
+
+
+def test_judges_without_data_have_no_vote() -> None:
+    nan = math.nan
+    s = server(losses([0.5, nan, 0.5], [0.6, nan, 0.3], [0.6, nan, 0.6], [0.9, nan, 0.9]))
+    s.distill(AVERAGE, TEACHERS)
+    assert s.log is not None
+    assert s.log["guard_chose"] == 1
+    assert s.log["guard_losses"] == pytest.approx([0.5, 0.45, 0.6, 0.9])
+
+
+@pytest.mark.parametrize("judges", [0, 2])
+def test_no_judge_at_all_keeps_the_average(judges: int) -> None:
+    s = server(lambda c: torch.full((4, judges), math.nan, dtype=torch.float64))
+    assert_same_tensors(s.distill(AVERAGE, TEACHERS).params, AVERAGE.params)
+    assert s.log is not None
+    assert s.log["guard_losses"] == [None] * 4, "NaN has no place in a JSON file"
+
+
+def test_a_candidate_that_is_not_finite_is_never_kept() -> None:
+    """A student that diverged scores NaN at every judge: that must not silence the judges of the others."""
+    nan = math.nan
+    s = server(losses([0.5, 0.5], [0.4, 0.4], [nan, nan], [nan, nan]))
+    s.distill(AVERAGE, TEACHERS)
+    assert s.log is not None
+    assert s.log["guard_chose"] == 1
+
+
+def test_a_student_that_diverged_is_not_broadcast_even_without_a_guard() -> None:
+    """One NaN in w would stop every client of every later round."""
+    s = server(losses(), guard="none", lr=1e308, schedule="constant", steps=6)
+    found = s.distill(AVERAGE, TEACHERS)
+    assert all(t.isfinite().all() for t in found.tensors())
+
+
+def test_without_a_guard_the_last_student_is_kept_and_nobody_is_asked() -> None:
+    def never(candidates: State) -> Tensor:
+        raise AssertionError("guard=none asks nobody")
+
+    s = server(never, guard="none")
+    found = s.distill(AVERAGE, TEACHERS)
+    assert found.lanes == 1
+    wanted = adam_by_hand(
+        weights_of(AVERAGE)[0], [1.5, 0.0], [0.05 * (1 + math.cos(math.pi * r / 4)) / 2 for r in range(4)]
+    )
+    assert np.allclose(weights_of(found), wanted[-1:], rtol=0, atol=1e-12)
+    assert s.log is not None
+    assert "guard_chose" not in s.log
+
+
+@pytest.mark.parametrize(("rounds", "round", "distils"), [(0, 99, True), (3, 2, True), (3, 3, False)])
+def test_distillation_stops_after_its_rounds(rounds: int, round: int, distils: bool) -> None:
+    s = server(lambda c: torch.zeros(4, 1), round=round, rounds=rounds)
+    assert (s.distill(AVERAGE, TEACHERS) is not AVERAGE) == distils
+    assert (s.log is not None) == distils
+
+
+def test_no_steps_is_no_distillation() -> None:
+    s = server(losses(), steps=0)
+    assert s.distill(AVERAGE, TEACHERS) is AVERAGE
+    assert s.log is None
+
+
+# The guards of a real round.
+
+
+def judged(sim: Simulation, candidates: State) -> Tensor:
+    return sim._server(sim.trainer(sim.cohort(0))).score(candidates)
+
+
+@pytest.fixture(scope="module")
+def sims() -> dict[str, Simulation]:
+    return {g: prepare(small(distill__guard=g, run__precision="fp64")) for g in ("server", "clients")}
+
+
+def candidate_states(sim: Simulation) -> State:
+    one = sim.now.broadcast
+    return stack(one, State({n: p * 1.01 for n, p in one.params.items()}, one.buffers))
+
+
+def by_plain_module(sim: Simulation, candidates: State, index: np.ndarray) -> list[float]:
+    """Mean cross-entropy of each candidate, one plain module after another."""
+    f: Federation = sim.federation
+    images = ((f.images[index].double() / 255 - 0.3) / 0.35).repeat(1, 3, 1, 1)
+    out = []
+    for k in range(candidates.lanes):
+        net = sim.model.plain(candidates.map(lambda t, k=k: t[k : k + 1]))  # type: ignore[misc]
+        out.append(float(torch.nn.functional.cross_entropy(net(images), f.targets[index])))
+    return out
+
+
+def test_clients_judge_with_their_own_validation_data(sims: dict[str, Simulation]) -> None:
+    sim = sims["clients"]
+    candidates = candidate_states(sim)
+    found = judged(sim, candidates)
+    assert found.shape == (2, 2)
+    for j, m in enumerate(sim.cohort(0)):
+        wanted = by_plain_module(sim, candidates, sim.federation.clients[m].val)
+        assert_close_norm(found[:, j], torch.tensor(wanted, dtype=torch.float64), 1e-9)
+
+
+def test_the_server_judges_with_its_own_validation_data(sims: dict[str, Simulation]) -> None:
+    sim = sims["server"]
+    candidates = candidate_states(sim)
+    found = judged(sim, candidates)
+    assert found.shape == (2, 1)
+    wanted = by_plain_module(sim, candidates, sim.federation.server_val)
+    assert_close_norm(found[:, 0], torch.tensor(wanted, dtype=torch.float64), 1e-9)
+
+
+def test_the_servers_validation_data_are_nobodys(sims: dict[str, Simulation]) -> None:
+    f = sims["server"].federation
+    held = set(f.server_val.tolist())
+    assert held
+    for c in f.clients:
+        assert not held & set(np.concatenate([c.train, c.val, c.test]).tolist())
+
+
+@pytest.mark.parametrize("guard", ["server", "clients", "none"])
+def test_a_round_logs_what_its_guard_chose(guard: str) -> None:
+    sim = prepare(small(distill__guard=guard))
+    sim.step()
+    log = sim.now.last["distill"]
+    assert sim.now.counters["distilled"] == 1
+    assert math.isfinite(log["kl_first"])
+    if guard == "none":
+        assert sim.now.counters["accepted"] == 1
+        return
+    assert log["guard_steps"] == [0, 2, 4]
+    best = int(np.argmin(log["guard_losses"]))
+    assert log["guard_chose"] == [0, 2, 4][best]
+    assert sim.now.counters["accepted"] == int(best > 0)
+
+
+def test_a_refused_distillation_broadcasts_the_plain_average_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = prepare(small(method__name="perada-no-kd"))
+    without.step()
+    sim = prepare(small())
+    monkeypatch.setattr(
+        type(sim.method),
+        "client_score",
+        lambda self, trainer, c: torch.arange(c.lanes, dtype=torch.float64).unsqueeze(1),
+    )
+    sim.step()
+    assert sim.now.last["distill"]["guard_chose"] == 0
+    assert_same_tensors(sim.now.broadcast.params, without.now.broadcast.params)
+    assert_same_tensors(sim.now.broadcast.buffers, without.now.broadcast.buffers)
