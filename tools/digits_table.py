@@ -35,9 +35,11 @@ def one(job: tuple[str, int, dict[str, Any], str]) -> dict[str, Any]:
     """Train one row with one seed in this process, on one thread."""
     from perada.config import resolve
     from perada.evaluate import shifted_scores
+    from perada.memory import keep_memory
     from perada.simulate import prepare
 
     row, seed, settings, device = job
+    keep_memory()
     torch.set_num_threads(1)
     config = resolve("digits", {**settings, "run.seed": seed, "data.seed": seed, "run.device": device})
     sim = prepare(config)

@@ -17,6 +17,7 @@ from . import __version__, tables
 from .api import Run, default_source, load, train
 from .config import parse_setting, presets, resolve
 from .errors import InputError, Interrupted, RunError
+from .memory import keep_memory
 from .methods import REGISTRY, method_sizes
 from .models import count_groups
 from .report import write_report
@@ -273,6 +274,7 @@ def _complain(text: str, code: int) -> int:
 
 
 def script() -> None:
+    keep_memory()
     sys.exit(main())
 
 

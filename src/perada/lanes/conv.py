@@ -1,7 +1,8 @@
 """K different k×k convolutions over one folded batch, three ways, and the table that says which.
 
-The table was measured with `python benchmarks/conv_kernels.py`; its output is `benchmarks/conv_kernels.json`.
-Nothing is tuned at run time, so a run's kernels depend on its shapes alone.
+The table was measured with `python benchmarks/conv_kernels.py`; what it printed is kept beside it as
+`conv_kernels_cpu.json` (2 cores) and `conv_kernels_cuda.json` (one H200, eager). Nothing is tuned at run time, so a
+run's kernels depend on its shapes alone.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ def choose(device: str, inputs: int, outputs: int, out_pixels: int) -> Kernel:
     """The fastest kernel by device, channels and output size (pixels of one map).
 
     CPU: wide layers on maps of at most 2×2 are one batched product (most taps of a kernel would multiply
-    padding); large maps are K ordinary convolutions; everything between is one grouped convolution.
+    padding); large maps and other wide layers are K ordinary convolutions; everything between is one grouped
+    convolution. CUDA: grouped is never far from the fastest.
     """
-    if out_pixels <= 4 and inputs * outputs >= 128 * 256:
-        return "unfold"
     if device == "cuda":
         return "grouped"
-    return "loop" if out_pixels >= 256 else "grouped"
+    if out_pixels <= 4 and inputs * outputs >= 128 * 256:
+        return "unfold"
+    return "loop" if out_pixels >= 256 or outputs >= 256 else "grouped"
 
 
 def lane_conv2d(

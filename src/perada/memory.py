@@ -1,0 +1,22 @@
+"""One setting of the C library that makes training on the CPU faster."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def keep_memory() -> None:
+    """Tell glibc's malloc to keep freed memory: a folded step frees and asks for the same hundreds of megabytes
+    again and again, and each time the kernel would clear the pages anew (15 to 25% of a step at 16 lanes).
+
+    It holds for the whole process, so programs call it, the library does not.
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_MMAP_THRESHOLD, 2**30)
