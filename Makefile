@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test lint bench clean wheel-check results
 

@@ -26,6 +26,7 @@ from timing import Job, interleaved, machine, show, spread, sync, write
 from torch import Tensor, nn
 
 from perada.lanes import Batch, LaneModel, State, gather, sgd, stack
+from perada.memory import keep_memory
 from perada.models import lane_model
 from perada.models.resnet import resnet
 
@@ -209,6 +210,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    keep_memory()  # as the `perada` command does; it serves all three ways
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
     if args.probe:
         print(json.dumps(probe(args.probe[0], int(args.probe[1]), args)))
