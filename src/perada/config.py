@@ -130,6 +130,10 @@ def parse_setting(text: str) -> tuple[str, Any]:
     try:
         return key.strip(), tomllib.loads(f"v = {value}")["v"]
     except tomllib.TOMLDecodeError:
+        pass
+    try:
+        return key.strip(), float(value)  # `.5`, which TOML does not know
+    except ValueError:
         return key.strip(), value
 
 

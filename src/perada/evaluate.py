@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from .data.federation import Federation, Indices
@@ -70,6 +69,8 @@ def score(logits: Tensor, targets: Tensor) -> float | None:
 
 def label_areas(logits: Tensor, targets: Tensor) -> list[float | None]:
     """The area under the ROC curve of each label; None where only one class is present."""
+    from sklearn.metrics import roc_auc_score  # here, not above: slow to import, and only AUC needs it
+
     found, truth = logits.double().cpu().numpy(), targets.cpu().numpy()
     return [
         float(roc_auc_score(truth[:, j], found[:, j])) if 0 < truth[:, j].sum() < len(truth) else None

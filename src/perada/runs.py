@@ -43,6 +43,15 @@ def write_atomic(path: Path, data: bytes) -> None:
     os.replace(part, path)
 
 
+def _sync_folder(path: Path) -> None:
+    """Make the names in a folder survive a power cut, as fsync does for a file's bytes."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def save_state(path: Path, state: State, lane: int = 0) -> str:
     """One lane as safetensors (`params/NAME`, `buffers/NAME`); returns its sha256."""
     held = {f"params/{n}": t[lane] for n, t in state.params.items()}
@@ -176,7 +185,9 @@ class RunFolder:
             note = {"round": checkpoint.round, "sha256": hashes, "note": checkpoint.note}
             write_atomic(part / "state.json", json.dumps(jsonable(note), indent=1).encode())
             shutil.rmtree(target, ignore_errors=True)
+            _sync_folder(part)
             os.replace(part, target)
+            _sync_folder(self.checkpoints)
         except OSError as error:
             raise RunError(f"cannot write {target}: {error.strerror}; the checkpoint before it is whole") from error
         self._hashes, self._newest = hashes, target

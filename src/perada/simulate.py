@@ -219,6 +219,8 @@ def _public(
         raise InputError(
             f"public images are {tuple(images.shape[2:])} pixels and the clients' {tuple(federation.images.shape[2:])}"
         )
+    if len(images) < 2 or config.distill.size == 1:
+        raise InputError("distillation needs at least two public images: batch norm cannot normalise one")
     chunks = chunks_of(len(images), config.distill, config.data.seed)
     return [federation.prepare(images[c].to(device), dtype) for c in chunks]
 

@@ -7,13 +7,14 @@ from importlib import resources
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from .federation import Source
 
 
 def digits() -> Source:
     """scikit-learn's 1,797 handwritten digits, 8×8 (UCI's test set of optical recognition)."""
+    from sklearn.datasets import load_digits  # here, not above: it takes a second that most commands need not wait
+
     data = load_digits()
     images = np.rint(data.images * (255 / 16)).astype(np.uint8)[:, None]
     return Source("digits", images, data.target.astype(np.int64), tuple("0123456789"), (0.3,), (0.35,))
