@@ -80,9 +80,9 @@ class Bench:
 
     def __init__(self, lanes: int, args: argparse.Namespace, dropout: float = 0.3) -> None:
         self.lanes, self.steps = lanes, args.steps
-        self.model = lane_model(resnet("resnet18", CLASSES), "adapter", True, dropout, 0)
+        self.model = lane_model(resnet("resnet18", CLASSES), "adapter", "residual", dropout, 0)
         self.model.to(args.device, torch.float32)
-        self.state = self.model.repeated(lanes)
+        self.state = self.model.initial(lanes)
         draw = torch.Generator().manual_seed(0)
         images = torch.randn(lanes, args.batch, 3, SIZE, SIZE, generator=draw).to(args.device)
         self.images = images.to(memory_format=torch.channels_last) if args.channels_last else images

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from perada.config import Config, resolve
 from perada.data import Client, Federation
-from perada.lanes import LaneModel, State
+from perada.lanes import Group, LaneModel, State
 from perada.lanes.layers import LaneLinear
 from perada.simulate import Simulation
 
@@ -69,7 +69,8 @@ class Pixel(nn.Module):
 
 
 def pixel_model(*weights: float, power: int = 1) -> LaneModel:
-    return LaneModel(Pixel(weights, power), frozenset({"fc.weight"}), frozenset(), {})
+    whole = Group(frozenset({"fc.weight"}), frozenset())
+    return LaneModel(Pixel(weights, power), whole.params, frozenset(), {"adapter": whole, "full": whole})
 
 
 def lanes_of(*lanes: Sequence[float]) -> State:

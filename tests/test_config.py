@@ -102,7 +102,7 @@ def test_an_override_does_not_stick_to_a_preset() -> None:
     [
         ("train.rounds=3", "train.rounds", 3),
         ("train.lr=1e-3", "train.lr", 1e-3),
-        ("train.lr=.5", "train.lr", ".5"),
+        ("train.lr=.5", "train.lr", 0.5),
         ("run.shifts=true", "run.shifts", True),
         ("run.shifts=True", "run.shifts", "True"),
         ("distill.candidates=[1, 2]", "distill.candidates", [1, 2]),

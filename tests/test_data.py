@@ -192,8 +192,10 @@ def test_names_of_many_clients_sort_as_numbers() -> None:
 
 def test_holdout_is_stratified_and_rounds() -> None:
     labels = np.array([0] * 10 + [1] * 5)
-    found = holdout(labels, np.arange(15), 0.3, rng_of(0))
-    assert np.bincount(labels[found]).tolist() == [3, 2]
+    found = holdout(labels, np.arange(15), 0.3, rng_of(0))  # 4.5 of 15: four, of which 2.67 and 1.33
+    assert np.bincount(labels[found]).tolist() == [3, 1]
+    many = np.repeat(np.arange(10), 4)  # ten classes of four: a tenth of each would round to nothing
+    assert len(holdout(many, np.arange(40), 0.1, rng_of(0))) == 4
     assert holdout(labels, np.arange(15), 0.0, rng_of(0)).tolist() == []
     assert holdout(labels, np.arange(0), 0.3, rng_of(0)).tolist() == []
 
@@ -249,7 +251,7 @@ def test_a_lanes_random_key_is_of_seed_round_client_and_step() -> None:
     f = pixel_federation([(1, 0)], [(2, 1)])
     make = ClientBatches(f, [1, 0, 1], [2, 2, 2], 2, seed=5, round=7, dtype=torch.float32)
     keys = make(1, torch.tensor([0, 1, 2])).keys
-    wanted = [int(fold(torch.tensor([key_of(5, 7, c, "step")]), 1)) for c in (1, 0, 1)]
+    wanted = [int(fold(torch.tensor([key_of(5, 7, f.clients[c].name, "step")]), 1)) for c in (1, 0, 1)]
     assert keys.tolist() == wanted
 
 

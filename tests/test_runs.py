@@ -651,11 +651,15 @@ def test_overwrite_replaces_a_run_and_nothing_else(tmp_path: Path, capsys: pytes
     out = tmp_path / "run"
     settings = {"method__name": "perada-no-kd", "train__rounds": 1}
     assert train(out, **settings) == 0
-    (out / "old").write_text("from the old run")
+    (out / "notes.txt").write_text("the user's own")
     assert train(out, **settings) == 2
-    assert (out / "old").exists()
+    assert train(out, "--overwrite", **settings) == 2, "a folder with more than a run in it is not deleted"
+    assert (out / "notes.txt").exists()
+    (out / "notes.txt").unlink()
+    old = out / "checkpoints" / "round-0001" / "state.json"
+    before = old.stat().st_mtime_ns
     assert train(out, "--overwrite", **settings) == 0
-    assert not (out / "old").exists()
+    assert old.stat().st_mtime_ns > before
 
 
 def test_overwrite_without_out_replaces_the_default_folder(

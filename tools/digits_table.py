@@ -82,7 +82,8 @@ def table(found: list[dict[str, Any]], rows: list[str]) -> str:
             values = [f[key] for f in of[row] if f[key] is not None]
             cells.append(f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else "–")
         accepted, distilled = sum(f["accepted"] for f in of[row]), sum(f["distilled"] for f in of[row])
-        share = f"{accepted} of {distilled} rounds" if distilled else "–"
+        guarded = ROWS[row].get("distill.guard") != "none"
+        share = "–" if not distilled else f"{accepted} of {distilled} rounds" if guarded else "no guard"
         seconds = np.median([f["seconds"] for f in of[row]])
         lines.append(f"| {row} | " + " | ".join(cells) + f" | {share} | {seconds:.0f} s |")
     lines += ["", "| paired difference (95% interval) | " + " | ".join(COLUMNS.values()) + " |"]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 from . import __version__
 from .config import Config, resolve
 from .data import Federation, build_federation, read_image
-from .errors import InputError, Interrupted, unknown
+from .errors import InputError, Interrupted, RunError, unknown
 from .evaluate import Scores, personal_scores, shifted_scores
 from .lanes import State
 from .methods import method_sizes
@@ -64,7 +67,10 @@ class Run:
 
     def table(self) -> list[dict[str, Any]]:
         """One row a client: its data and its personal model's scores."""
-        last = self.metrics[-1]
+        rows = self.metrics
+        if not rows:
+            raise InputError(f"{self.path} was not evaluated yet: finish it with --resume")
+        last = rows[-1]
         return [
             {
                 "client": c.name,
@@ -144,10 +150,11 @@ class Run:
             raise InputError(f"cannot write {out}: {error.strerror}") from error
 
 
-def load(path: str | Path) -> Run:
-    """Open a run folder."""
+def load(path: str | Path, *, data: str | None = None, device: str = "auto") -> Run:
+    """Open a run folder, on this machine's device; `data` says where your own images are now, if they moved."""
     folder = RunFolder.open(Path(path))
-    return Run(folder, resolve(str(folder.path / "config.toml")))
+    moved = {"run.device": device} | ({"data.root": data} if data is not None else {})
+    return Run(folder, resolve(str(folder.path / "config.toml"), moved))
 
 
 def default_source(data: str | None) -> str:
@@ -182,24 +189,61 @@ def train(
         if value is not None:
             overrides[key] = value
     if resume:
-        run, sim = _resume(source, overrides, out, say)
+        run, sim = _resume(source, overrides, out, say, on_round)
     else:
         config = resolve(source, overrides)
         path = Path(out) if out is not None else default_out(source, config)
         path = path if out is not None or overwrite else _free(path)
         RunFolder.check(path, overwrite)
-        sim = prepare(config, say=say)  # everything that can be refused is refused before a folder is made
-        run = Run(RunFolder.create(path, config.toml(), overwrite), config)
-        if sim.backbone is not None:
-            run.folder.save_backbone(sim.backbone)
-    try:
-        row = run_rounds(sim, run.folder, on_round)
-    except KeyboardInterrupt as stop:
-        raise Interrupted(run.path) from stop
+        new = _Folder(path, config, overwrite)
+        # Everything that can be refused is refused before a folder is made.
+        sim = prepare(config, say=say, pretrain=lambda inner: _pretrain(inner, new.made, on_round))
+        run = Run(new.made, config)
+    if sim.backbone is not None and run.folder.backbone is None:
+        run.folder.save_backbone(sim.backbone)
     # The run is at its newest checkpoint: no need to read that again.
     run.__dict__.update(simulation=sim, federation=sim.federation)
-    _finish(run, row)
+    with _saved(run.path):
+        _finish(run, run_rounds(sim, run.folder, on_round))
     return run
+
+
+class _Folder:
+    """A run folder that is made when it is first asked for."""
+
+    def __init__(self, path: Path, config: Config, overwrite: bool) -> None:
+        self.path, self.config, self.overwrite = path, config, overwrite
+
+    @cached_property
+    def made(self) -> RunFolder:
+        return RunFolder.create(self.path, self.config.toml(), self.overwrite)
+
+
+def _pretrain(inner: Simulation, folder: RunFolder, on_round: Callable[[Progress], None]) -> None:
+    """FedAvg pretraining as a run inside the run, so that it is saved and resumed like any other."""
+    home = RunFolder(folder.path / "pretrain")
+    saved, _ = home.load()
+    if saved is not None:
+        inner.restore(saved)
+    with _saved(folder.path):
+        run_rounds(inner, home, lambda p: on_round(replace(p, stage="pretraining")))
+    shutil.rmtree(home.checkpoints)  # its result is backbone.safetensors; its metrics.jsonl stays
+
+
+@contextmanager
+def _saved(path: Path) -> Iterator[None]:
+    """What goes wrong in here leaves a run that can be resumed: say so."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt as stop:
+        raise Interrupted(path) from stop
+    except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RunError(
+            f"{reason}; the last finished round is saved: mend it, then perada train --out {path} --resume"
+        ) from error
 
 
 def _free(path: Path) -> Path:
@@ -207,12 +251,19 @@ def _free(path: Path) -> Path:
     return next(p for n in count(1) if not (p := path if n == 1 else Path(f"{path}-{n}")).exists())
 
 
-def _resume(source: str, overrides: dict[str, Any], out: str | Path | None, say: Say) -> tuple[Run, Simulation]:
-    """The run as its folder describes it. Only the device and the number of rounds may be given anew."""
+def _resume(
+    source: str,
+    overrides: dict[str, Any],
+    out: str | Path | None,
+    say: Say,
+    on_round: Callable[[Progress], None],
+) -> tuple[Run, Simulation]:
+    """The run as its folder describes it. Only the device, the number of rounds and where your own data are may
+    be given anew."""
     path = Path(out) if out is not None else _newest(default_out(source, resolve(source, overrides)))
     folder = RunFolder.open(path)
     stored = str(path / "config.toml")
-    may = {k: v for k, v in overrides.items() if k in ("run.device", "train.rounds")}
+    may = {k: v for k, v in overrides.items() if k in ("run.device", "train.rounds", "data.root")}
     if resolve(stored, overrides) != (config := resolve(stored, may)):
         key = next(k for k in overrides if resolve(stored, {**may, k: overrides[k]}) != config)
         raise InputError(f"{path} was made with another {key}: resume it without that setting, or choose another --out")
@@ -221,7 +272,7 @@ def _resume(source: str, overrides: dict[str, Any], out: str | Path | None, say:
         say(line)
     if saved is not None and saved.round > config.train.rounds:
         raise InputError(f"{path} has {saved.round} rounds already: train.rounds={config.train.rounds} would undo some")
-    sim = prepare(config, folder.backbone, say)
+    sim = prepare(config, folder.backbone, say, pretrain=lambda inner: _pretrain(inner, folder, on_round))
     if saved is not None:
         sim.restore(saved)
     write_atomic(path / "config.toml", config.toml().encode())
@@ -249,11 +300,16 @@ def _finish(run: Run, row: dict[str, Any]) -> None:
         "method": run.config.method_name,
         "metric": "auc" if sim.federation.multilabel else "accuracy",
         **row,
+        "cohort": run.config.train.cohort or len(sim.federation.clients),
+        "guarded": run.config.distill.guard != "none",
         "parameters": {**sizes, "full": count_groups(backbone, classes)["full"]["parameters"]},
         "versions": {"perada": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": str(sim.model.device),
         "threads": torch.get_num_threads(),
     }
+    pretrained = RunFolder(run.path / "pretrain").metrics()
+    if pretrained:  # full models crossed the network then
+        summary["pretrain"] = {k: pretrained[-1][k] for k in ("round", "bytes_up", "bytes_down", "seconds")}
     if run.config.run.shifts:
         summary["shifted"] = run.evaluate(["shifted"])["shifted"].as_dict()
     run.folder.write_json("summary.json", summary)

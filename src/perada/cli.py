@@ -36,6 +36,7 @@ Source = Annotated[
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="section.key=value, repeatable")]
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 DataPath = Annotated[str | None, typer.Option("--data", metavar="PATH", help="your own images: site/class/image.png")]
 
 
@@ -65,7 +66,7 @@ def train_command(
     out_dir: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="default runs/PRESET-METHOD-SEED")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
+    device: Device | None = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue an unfinished run")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an existing run")] = False,
     as_json: AsJson = False,
@@ -83,7 +84,7 @@ def train_command(
                 bar.console.print(
                     f"warning: {name}: training stopped being finite in round {p.round}; kept its last state"
                 )
-            shown = _caption(p.metrics) if p.metrics else None
+            shown = _caption(p.metrics) if p.metrics else p.stage if p.round == 0 else None
             bar.update(task, description=shown, total=p.rounds, completed=p.round)
 
         run = train(
@@ -141,10 +142,12 @@ def evaluate(
     on: Annotated[
         str, typer.Option(help="local, val, global, shifted, or a shift such as noise or noise:3")
     ] = "local,global",
+    data: DataPath = None,
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Test every client's personal model."""
-    opened = load(run)
+    opened = load(run, data=data, device=device)
     names = [s.strip() for s in on.split(",") if s.strip()]
     if not names:
         raise InputError("--on: name at least one test set, such as local,global")
@@ -160,10 +163,12 @@ def predict(
     run: RunPath,
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...")],
     client: Annotated[str, typer.Option(help="whose personal model")],
+    data: DataPath = None,
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """What one client's personal model sees in images."""
-    found = load(run).predict(client, images)
+    found = load(run, data=data, device=device).predict(client, images)
     if as_json:
         _print_json(found)
         return

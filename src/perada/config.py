@@ -8,17 +8,17 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from .data import DataOptions
+from .data import PUBLIC, DataOptions
 from .distill import Distill
 from .errors import InputError, unknown
 from .methods import REGISTRY, Method, hyperparameters, make_method
-from .models import BACKBONES
+from .models import BACKBONES, WEIGHTS
 from .trainer import Train
 
 
@@ -108,7 +108,7 @@ def presets() -> dict[str, str]:
 
 
 def resolve(source: str = "digits", overrides: Mapping[str, Any] | None = None) -> Config:
-    """A preset's name or a TOML file, with `{"section.key": value}` laid over it."""
+    """A preset's name or a TOML file, with `{"section.key": value}` laid over it. Paths become absolute."""
     tables = _read(source)
     tables.pop("description", None)
     for key, value in (overrides or {}).items():
@@ -119,7 +119,11 @@ def resolve(source: str = "digits", overrides: Mapping[str, Any] | None = None) 
         if not isinstance(table, dict):
             raise InputError(f"{source}: [{section}] must be a section, not a value")
         table[name] = value
-    return _build(tables)
+    config = _build(tables)
+    for key in overrides or {}:  # a preset's setting for its own method is passed over, one asked for is not
+        if key.startswith("method.") and key.removeprefix("method.") not in config.method:
+            raise unknown("key", key, _known_keys(config.method_name))
+    return config
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -173,6 +177,9 @@ def _build(tables: dict[str, Any]) -> Config:
             if f"{section}.{key}" not in (keys := _known_keys(name)):
                 raise unknown("key", f"{section}.{key}", keys)
     made = {s: _section(s, kind, tables.get(s, {})) for s, kind in SECTIONS.items()}
+    made["data"] = replace(made["data"], root=_absolute(made["data"].root, ("",)))
+    made["model"] = replace(made["model"], weights=_absolute(made["model"].weights, WEIGHTS))
+    made["distill"] = replace(made["distill"], data=_absolute(made["distill"].data, PUBLIC))
     settings = {k: v for k, v in method.items() if k != "name"}
     # A preset's setting for its own method means nothing to another one: keep what any method knows.
     for key in settings:
@@ -184,6 +191,11 @@ def _build(tables: dict[str, Any]) -> Config:
     except ValueError as error:
         raise InputError(f"method.{error}") from error
     return Config(method={"name": name, **{k: getattr(filled, k) for k in known}}, **made)
+
+
+def _absolute(value: str, names: Container[str]) -> str:
+    """A path that means the same from any folder; a word with a meaning of its own stays."""
+    return value if value in names else str(Path(value).expanduser().absolute())
 
 
 def _section(section: str, kind: Any, values: Mapping[str, Any]) -> Any:

@@ -76,7 +76,11 @@ def chunks_of(images: int, options: Distill, seed: int) -> list[Tensor]:
 
 @torch.no_grad()
 def teacher_logits(
-    model: LaneModel, teachers: State, images: Sequence[Tensor], norm: Literal["public", "running"]
+    model: LaneModel,
+    teachers: State,
+    images: Sequence[Tensor],
+    norm: Literal["public", "running"],
+    lanes_at_once: int = 0,
 ) -> list[Tensor]:
     """The mean of the teachers' logits on every chunk, `[n, classes]` each: once a round, no dropout.
 
@@ -84,7 +88,12 @@ def teacher_logits(
     few classes of one client and mislead it on foreign images.
     """
     mode: Norm = "batch" if norm == "public" else "running"
-    return [model(teachers, x.repeat(teachers.lanes, 1, 1, 1), norm=mode).mean(0) for x in images]
+    size = lanes_at_once or teachers.lanes
+    groups = [teachers.map(lambda t, i=i: t[i : i + size]) for i in range(0, teachers.lanes, size)]  # type: ignore[misc]
+    return [
+        torch.cat([model(g, x.repeat(g.lanes, 1, 1, 1), norm=mode) for g in groups]).mean(0)
+        for x in (images[i] for i in range(len(images)))
+    ]
 
 
 def distill(
@@ -95,13 +104,14 @@ def distill(
     options: Distill,
     multilabel: bool,
     key: int,
+    lanes_at_once: int = 0,
 ) -> tuple[State, list[float]]:
     """Adam on the student (one lane) -> the candidates of `options.snapshots()` as lanes, and the KL trace.
 
     `images` are the chunks, prepared: step r uses chunk r mod n. Dropout is on in the student, as in any
     other training; `key` is its random key.
     """
-    targets = teacher_logits(model, teachers, images, options.teacher_norm)
+    targets = teacher_logits(model, teachers, images, options.teacher_norm, lanes_at_once)
     state = student.map(lambda t: t.detach().clone())
     for name, p in state.params.items():
         p.requires_grad_(name not in model.inert)
@@ -143,6 +153,7 @@ class Server:
     seed: int
     score: Callable[[State], Tensor]  # candidates -> losses [candidates, judges], NaN where a judge has no data
     weights: Sequence[float] | None = None  # sample counts of the uploads, where weighting asks for them
+    lanes_at_once: int = 0  # teachers in one pass; 0 is all
     log: dict[str, object] | None = None  # what the distillation did, for metrics.jsonl
 
     def distill(self, student: State, teachers: State) -> State:
@@ -153,7 +164,7 @@ class Server:
         if not self.images:
             raise ValueError("distillation needs public images: set distill.data, or distill.steps=0")
         key = key_of(self.seed, self.round, "distill")
-        found, trace = distill(self.model, student, teachers, self.images, o, self.multilabel, key)
+        found, trace = distill(self.model, student, teachers, self.images, o, self.multilabel, key, self.lanes_at_once)
         self.log = {"kl_first": trace[0], "kl_last": trace[-1]}
         finite = torch.stack([t.flatten(1).isfinite().all(1) for t in found.tensors()]).all(0).cpu()
         if o.guard == "none":

@@ -15,7 +15,13 @@ from .data.shifts import SHIFTS, shift
 from .errors import InputError, unknown
 from .lanes import LaneModel, State
 
-CHUNK = 4096  # images × lanes in one forward pass
+CHUNK = 4096  # images × lanes in one forward pass, at most; fewer where images are larger than 32×32
+
+
+def _chunk(lanes: int, images: Tensor) -> int:
+    """Images a lane in one forward pass."""
+    pixels = images.shape[-2] * images.shape[-1]
+    return max(1, min(CHUNK, CHUNK * 1024 // pixels) // lanes)
 
 
 @torch.no_grad()
@@ -24,9 +30,8 @@ def logits_of(model: LaneModel, lanes: State, federation: Federation, images: Te
     if len(images) == 0:
         return torch.zeros(lanes.lanes, 0, len(federation.classes), device=model.device)
     dtype = next(iter(lanes.tensors())).dtype
-    size = max(1, CHUNK // lanes.lanes)
     out = []
-    for part in torch.split(images, size):
+    for part in torch.split(images, _chunk(lanes.lanes, images)):
         ready = federation.prepare(part.to(model.device), dtype)
         out.append(model(lanes, ready.repeat(lanes.lanes, 1, 1, 1)))
     return torch.cat(out, 1)
@@ -44,7 +49,7 @@ def own_logits(model: LaneModel, lanes: State, federation: Federation, indices: 
         return [logits_on(model, lanes, federation, i)[0] for i in indices]
     dtype = next(iter(lanes.tensors())).dtype
     longest = max(1, *map(len, indices))
-    size = max(1, CHUNK // lanes.lanes)
+    size = _chunk(lanes.lanes, federation.images)
     padded = np.stack([np.resize(i, longest) if len(i) else np.zeros(longest, np.int64) for i in indices])
     out = []
     for part in torch.split(torch.from_numpy(padded).to(model.device), size, 1):

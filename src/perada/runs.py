@@ -22,6 +22,15 @@ from .errors import InputError, RunError
 from .lanes import State
 
 KEEP = 2  # checkpoints
+PARTS = {
+    "config.toml",
+    "metrics.jsonl",
+    "summary.json",
+    "report.html",
+    "backbone.safetensors",
+    "checkpoints",
+    "pretrain",
+}
 
 
 def jsonable(value: Any) -> Any:
@@ -107,8 +116,8 @@ class RunFolder:
         if any(path.iterdir()):
             if not overwrite:
                 raise InputError(f"{path} exists: --resume continues it, --overwrite replaces it, --out picks another")
-            if not (path / "config.toml").is_file():
-                raise InputError(f"{path} is not a run folder, so it is not overwritten: choose another --out")
+            if not (path / "config.toml").is_file() or {p.name for p in path.iterdir()} - PARTS:
+                raise InputError(f"{path} holds more than a run, so it is not overwritten: choose another --out")
 
     @classmethod
     def create(cls, path: Path, config_toml: str, overwrite: bool) -> RunFolder:
@@ -131,6 +140,7 @@ class RunFolder:
     # metrics
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
+        self.path.mkdir(exist_ok=True)
         with (self.path / "metrics.jsonl").open("a") as f:
             f.write(json.dumps(jsonable(row)) + "\n")
             f.flush()

@@ -17,8 +17,8 @@ from .data import Federation, build_federation, public_images
 from .distill import Server, chunks_of
 from .errors import InputError
 from .evaluate import logits_on, personal_scores, score
-from .lanes import LaneModel, State, gather, repeat, rng_of, scatter, stack
-from .methods import Method
+from .lanes import LaneModel, State, gather, key_of, repeat, rng_of, scatter, stack
+from .methods import Judge, Method, check_upload
 from .models import build_backbone, lane_model, load_into
 from .models.resnet import ResNet
 from .runs import Checkpoint, RunFolder, device_of
@@ -36,6 +36,7 @@ class Progress:
     rounds: int
     metrics: dict[str, Any] | None  # where this round was evaluated
     failed: tuple[str, ...]  # clients whose training stopped being finite
+    stage: str = "training"  # or pretraining
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,14 @@ class Simulation:
     """All clients of a federation on this machine. `step()` is one round of Algorithm 1."""
 
     def __init__(
-        self, config: Config, federation: Federation, model: LaneModel, method: Method, public: list[Tensor]
+        self, config: Config, federation: Federation, model: LaneModel, method: Method, public: Sequence[Tensor]
     ) -> None:
         self.config, self.federation, self.model, self.method = config, federation, model, method
         self.public = public
-        server, client = method.init(model)
+        server, broadcast, client = method.init(model)
         kept = repeat(client, len(federation.clients))
         counters = {"bytes_up": 0, "bytes_down": 0, "distilled": 0, "accepted": 0}
-        self.now = Moment(0, server, server, kept, counters, {})
+        self.now = Moment(0, server, broadcast, kept, counters, {})
         self.seconds = 0.0
         self.backbone: dict[str, Tensor] | None = None  # weights the config alone cannot make again
 
@@ -78,6 +79,7 @@ class Simulation:
         clients = self.cohort(now.round)
         trainer = self.trainer(clients)
         upload, kept = self.method.client_update(trainer, now.broadcast, gather(now.kept, clients))
+        check_upload(self.method, self.model, upload)
         server = self._server(trainer)
         state, broadcast = self.method.server_update(server, now.server, upload)
         last: dict[str, Any] = {"train_loss": float(np.mean(trainer.losses)), "distill": server.log}
@@ -95,7 +97,7 @@ class Simulation:
         self.seconds += time.perf_counter() - start
 
     def _count(self, upload: State, broadcast: State, log: dict[str, Any] | None, clients: int) -> dict[str, int]:
-        """Bytes over the (simulated) network so far, and how often distillation ran and was accepted."""
+        """Bytes over the (simulated) network so far, and how often distillation ran and a guard accepted it."""
         now = self.now
         down = now.broadcast.bytes_per_lane()
         if log and "guard_chose" in log and self.config.distill.guard == "clients":
@@ -104,7 +106,7 @@ class Simulation:
             "bytes_up": now.counters["bytes_up"] + upload.bytes_per_lane() * clients,
             "bytes_down": now.counters["bytes_down"] + down * clients,
             "distilled": now.counters["distilled"] + int(log is not None),
-            "accepted": now.counters["accepted"] + int(log is not None and log.get("guard_chose") != 0),
+            "accepted": now.counters["accepted"] + int(bool(log and log.get("guard_chose"))),
         }
 
     def trainer(self, clients: Sequence[int]) -> Trainer:
@@ -118,8 +120,9 @@ class Simulation:
         def judge(candidates: State) -> Tensor:
             if self.config.distill.guard == "server":
                 return self._server_losses(candidates)
-            found: Tensor = self.method.client_score(trainer, candidates)  # type: ignore[attr-defined]
-            return found
+            if not isinstance(self.method, Judge):
+                raise ValueError(f"{type(self.method).__name__} has no client_score: use another distill.guard")
+            return self.method.client_score(trainer, candidates)
 
         return Server(
             self.model,
@@ -130,6 +133,7 @@ class Simulation:
             self.config.run.seed,
             judge,
             weights,
+            self.config.run.lanes,
         )
 
     def _server_losses(self, candidates: State) -> Tensor:
@@ -179,37 +183,68 @@ class Simulation:
         self.seconds = float(note["seconds"])
 
 
+def in_memory(sim: Simulation) -> None:
+    """Pretraining that leaves nothing on disk."""
+    for _ in range(sim.config.train.rounds):
+        sim.step()
+
+
 def prepare(
-    config: Config, backbone: Path | None = None, say: Say = lambda text: None, federation: Federation | None = None
+    config: Config,
+    backbone: Path | None = None,
+    say: Say = lambda text: None,
+    federation: Federation | None = None,
+    pretrain: Callable[[Simulation], None] = in_memory,
 ) -> Simulation:
     """Data, backbone, method: everything before the first round.
 
-    `backbone` is the copy of the weights that a run folder keeps; `federation` saves loading the data again.
+    `backbone` is the copy of the weights that a run folder keeps; `federation` saves loading the data again;
+    `pretrain` runs the FedAvg simulation where model.weights=fedavg.
     """
     device, dtype = device_of(config.run.device), DTYPES[config.run.precision]
     federation = federation or build_federation(config.data, device)
-    _check(config, federation)
     method = config.make_method()
+    _check(config, federation, method)
     public = _public(config, federation, method, device, dtype)
-    net = _backbone(config, federation, backbone, say)
-    model = lane_model(net, method.trains, method.adapters, config.model.dropout, config.run.seed)
+    net = _backbone(config, federation, backbone, say, pretrain)
+    adapter = config.model.adapter if method.adapters else None
+    model = lane_model(net, method.trains, adapter, config.model.dropout, config.run.seed)
     sim = Simulation(config, federation, model.to(device, dtype), method, public)
     if config.model.weights not in ("embedded", "random"):
         sim.backbone = {k: t for k, t in net.state_dict().items() if not k.endswith("num_batches_tracked")}
     return sim
 
 
-def _check(config: Config, federation: Federation) -> None:
+def _check(config: Config, federation: Federation, method: Method) -> None:
     clients = len(federation.clients)
     if config.train.cohort > clients:
         raise InputError(f"train.cohort={config.train.cohort} but there are {clients} clients: lower it")
-    if config.distill.guard == "server" and config.distill.steps and not len(federation.server_val):
+    if not method.distils or not config.distill.steps:
+        return
+    if config.distill.data == config.data.name:
+        raise InputError(f"distill.data={config.distill.data} holds the clients' own images: choose other public data")
+    if config.distill.guard == "clients" and not any(len(c.val) for c in federation.clients):
+        raise InputError("distill.guard=clients needs validation data at a client: raise data.val, or use guard=none")
+    if config.distill.guard == "server" and not len(federation.server_val):
         raise InputError("distill.guard=server needs labelled data at the server: set data.server_val, such as 0.05")
+
+
+class Chunks(Sequence[Tensor]):
+    """The public data as prepared chunks; held as bytes, prepared when asked for."""
+
+    def __init__(self, federation: Federation, images: Tensor, chunks: list[Tensor], dtype: torch.dtype) -> None:
+        self.federation, self.images, self.chunks, self.dtype = federation, images, chunks, dtype
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.federation.prepare(self.images[self.chunks[at]], self.dtype)
 
 
 def _public(
     config: Config, federation: Federation, method: Method, device: torch.device, dtype: torch.dtype
-) -> list[Tensor]:
+) -> Sequence[Tensor]:
     if not method.distils or config.distill.steps == 0:
         return []
     images = public_images(config.distill.data, config.data.size)
@@ -221,35 +256,37 @@ def _public(
         )
     if len(images) < 2 or config.distill.size == 1:
         raise InputError("distillation needs at least two public images: batch norm cannot normalise one")
-    chunks = chunks_of(len(images), config.distill, config.data.seed)
-    return [federation.prepare(images[c].to(device), dtype) for c in chunks]
+    chunks = [c.to(device) for c in chunks_of(len(images), config.distill, config.data.seed)]
+    return Chunks(federation, images.to(device), chunks, dtype)
 
 
-def _backbone(config: Config, federation: Federation, held: Path | None, say: Say) -> ResNet:
+def _backbone(
+    config: Config, federation: Federation, held: Path | None, say: Say, pretrain: Callable[[Simulation], None]
+) -> ResNet:
     """The pretrained network, with the report of what its weights gave."""
     source = str(held) if held else config.model.weights
     if source == "fedavg":
-        return _pretrain(config, federation, say)
+        return _pretrained(config, federation, say, pretrain)
     net, report = build_backbone(config.model.backbone, len(federation.classes), source, config.run.seed)
     for line in report.lines() if report and not held else []:
         say(line)
     return net
 
 
-def _pretrain(config: Config, federation: Federation, say: Say) -> ResNet:
-    """FedAvg from scratch on the clients' own data (SPEC, section 8: initialisation)."""
-    rounds = config.model.pretrain_rounds
+def _pretrained(config: Config, federation: Federation, say: Say, pretrain: Callable[[Simulation], None]) -> ResNet:
+    """FedAvg from scratch on the clients' own data (SPEC, section 8: initialisation), with streams of its own."""
+    rounds, seed = config.model.pretrain_rounds, key_of(config.run.seed, "pretrain") & (2**63 - 1)
     say(f"pretraining {config.model.backbone} with {rounds} rounds of FedAvg on the clients' data")
     start = replace(
         config,
         model=replace(config.model, weights="random"),
         method={"name": "fedavg"},
         train=replace(config.train, rounds=rounds),
+        run=replace(config.run, seed=seed, eval_every=rounds),
     )
     sim = prepare(start, federation=federation)
-    for _ in range(rounds):
-        sim.step()
-    net, _ = build_backbone(config.model.backbone, len(sim.federation.classes), "random", config.run.seed)
+    pretrain(sim)
+    net, _ = build_backbone(config.model.backbone, len(federation.classes), "random", config.run.seed)
     found = {n: t[0].cpu() for held in (sim.now.broadcast.params, sim.now.broadcast.buffers) for n, t in held.items()}
     load_into(net, {n: t.float() for n, t in found.items()}, "fedavg")
     return net

@@ -49,6 +49,11 @@ def results(runs: Sequence[Run]) -> Table:
     table = _table(title, "method", "trained", "sent", "Local-test", "Global-test", "shifted", "server", "distilled")
     table.caption = "server: the global model on Global-test; distilled: rounds in which the guard kept it"
     for s in summaries:
+        up, down = (s[k] / max(1, s["round"] * s["cohort"]) / 1e3 for k in ("bytes_up", "bytes_down"))
+        table.caption += f"\n{s['method']}: {up:,.0f} kB up and {down:,.0f} kB down, a client and round"
+        if "pretrain" in s:
+            table.caption += "; in pretraining full models, both ways"
+    for s in summaries:
         server = s["global_model"]["global_test"] if s["global_model"] else None
         table.add_row(
             s["method"],
@@ -58,7 +63,7 @@ def results(runs: Sequence[Run]) -> Table:
             spread(s["global_test"]),
             spread(s.get("shifted")),
             "n/a" if server is None else f"{server:.2f}",
-            f"{s['accepted']} of {s['distilled']}" if s["distilled"] else "–",
+            "–" if not s["distilled"] else f"{s['accepted']} of {s['distilled']}" if s["guarded"] else "all",
         )
     return table
 

@@ -74,5 +74,5 @@ def problem(
     images = torch.randn(*shape, 3, pixels, pixels, generator=draw, dtype=torch.float64)
     targets = torch.randint(4, shape, generator=draw)
     weights = 2 * torch.rand(shape, generator=draw, dtype=torch.float64)
-    start = noisy(model.repeated(K))
+    start = noisy(model.initial(K))
     return Problem(base, model, start, images.to(dtype), targets, weights.to(dtype))

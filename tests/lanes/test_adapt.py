@@ -72,7 +72,7 @@ def test_the_module_itself_is_not_changed() -> None:
     net.train()
     before, kinds = copy.deepcopy(net.state_dict()), [type(m) for m in net.modules()]
     model = adapt(net).to("cpu", torch.float64)
-    sgd(model, model.repeated(K), batches, cross_entropy, [0.1] * K, [3] * K)
+    sgd(model, model.initial(K), batches, cross_entropy, [0.1] * K, [3] * K)
     assert_same_tensors(net.state_dict(), before)
     assert [type(m) for m in net.modules()] == kinds
     assert all(p.requires_grad for p in net.parameters())
@@ -126,7 +126,7 @@ def test_adapters_are_drawn_from_the_seed() -> None:
 def test_training_leaves_the_frozen_tensors_alone() -> None:
     model = lane_model()
     before = copy.deepcopy(model.module.state_dict())
-    start = model.repeated(K)
+    start = model.initial(K)
     end = sgd(model, start, batches, cross_entropy, [0.1] * K, [9] * K, options=Options(momentum=0.9)).state
     assert_same_tensors(model.module.state_dict(), before)
     moved = {n for n in end.params if not torch.equal(end.params[n], start.params[n])}
@@ -140,7 +140,7 @@ def test_a_foreign_module_trains_like_the_oracle(trained: str | list[str]) -> No
     for block in (net.blocks[0], net.blocks[2]):
         block.drop.p = 0.0
     model = adapt(net, adapter=None, trained=trained)
-    start = noisy(model.repeated(K))
+    start = noisy(model.initial(K))
     end = sgd(model, start, batches, cross_entropy, [0.1] * K, [9, 2, 5]).state
     for k, steps in enumerate([9, 2, 5]):
         data = [(b.images, b.targets[0], b.weights[0]) for b in (batches(i, torch.tensor([k])) for i in range(steps))]
@@ -152,7 +152,7 @@ def test_a_foreign_module_trains_like_the_oracle(trained: str | list[str]) -> No
 
 def test_the_modules_own_dropout_is_each_lanes() -> None:
     model = lane_model(adapter=None)
-    start, batch = model.repeated(2), batches(0, torch.tensor([0, 0]))
+    start, batch = model.initial(2), batches(0, torch.tensor([0, 0]))
     one, two = model(start, batch.images, dropout=torch.tensor([11, 12]))
     assert not torch.equal(one, two), "two keys, two masks"
     one, two = model(start, batch.images, dropout=torch.tensor([11, 11]))
@@ -171,7 +171,7 @@ def test_other_dropouts_are_not_silently_off() -> None:
 
 def test_plain_is_the_lane_as_an_ordinary_module() -> None:
     model = lane_model()
-    state = sgd(model, noisy(model.repeated(K)), batches, cross_entropy, [0.1] * K, [4] * K).state
+    state = sgd(model, noisy(model.initial(K)), batches, cross_entropy, [0.1] * K, [4] * K).state
     x = images(B)
     together = model(state, x.repeat(K, 1, 1, 1))
     for k in range(K):
@@ -183,14 +183,6 @@ def test_plain_is_the_lane_as_an_ordinary_module() -> None:
         before = copy.deepcopy(model.module.state_dict())
         plain.train()(x)
         assert_same_tensors(model.module.state_dict(), before)
-
-
-def test_load_writes_one_lane_into_the_module() -> None:
-    model = lane_model()
-    lane = noisy(model.initial())
-    model.load(lane)
-    assert_same_tensors(model.initial().params, lane.params)
-    assert_same_tensors(model.initial().buffers, lane.buffers)
 
 
 class WithNorm(nn.Module):
@@ -215,7 +207,7 @@ def test_a_trained_layer_without_a_lane_aware_form_is_named() -> None:
         adapt(WithAttention(), adapter=None, trained="full")
     # Frozen it treats samples one by one, and needs no change.
     model = adapt(WithNorm(nn.GroupNorm(2, 4)), adapter=None, trained="output")
-    assert model(model.repeated(2), images(4).float()).shape == (2, 2, 2)
+    assert model(model.initial(2), images(4).float()).shape == (2, 2, 2)
 
 
 def test_a_batch_norm_without_a_lane_aware_form_is_named() -> None:
@@ -226,7 +218,7 @@ def test_a_batch_norm_without_a_lane_aware_form_is_named() -> None:
 
 def test_a_trained_layer_norm_takes_lanes() -> None:
     model = adapt(WithNorm(nn.LayerNorm((6, 6))), adapter=None, trained="full")
-    state, x = noisy(model.repeated(2)), images(4).float()
+    state, x = noisy(model.initial(2)), images(4).float()
     together = model(state, x)
     for k in range(2):
         assert_close_norm(together[k], model.plain(gather(state, [k]))(x.chunk(2)[k]), 1e-5)
@@ -254,7 +246,7 @@ def test_half_a_layer_can_be_trained() -> None:
     x, net = images(2 * 4), foreign()
     for name in ("head.bias", "head.weight", "stem.bias", "blocks.0.norm.bias"):
         model = adapt(net, adapter=None, trained=[name])
-        state = noisy(model.repeated(2), 1.0)
+        state = noisy(model.initial(2), 1.0)
         together = model(state, x)
         for k in range(2):
             assert_close_norm(together[k], model.plain(gather(state, [k]))(x.chunk(2)[k]), what=name)

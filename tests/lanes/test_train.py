@@ -69,7 +69,7 @@ def test_adapters_without_a_pull() -> None:
 
 def test_a_centre_for_each_lane() -> None:
     p = problem("tiny")
-    centres = noisy(p.model.repeated(K), 0.3)
+    centres = noisy(p.model.initial(K), 0.3)
     assert_equals_oracle(p, oracle.with_adapters(p.net), Options(widths=(2, 4)), Pull(centres, STRENGTHS))
 
 

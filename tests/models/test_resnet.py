@@ -45,7 +45,7 @@ def test_the_groups_of_resnet18() -> None:
 
 
 def test_what_partial_methods_send() -> None:
-    model = lane_model(resnet("resnet18", 10), "everything", adapters=True, dropout=0.3, seed=0)
+    model = lane_model(resnet("resnet18", 10), "everything", "residual", dropout=0.3, seed=0)
     size = {n: p.numel() for n, p in model.module.named_parameters()}
 
     def count(held: frozenset[str]) -> int:
@@ -57,16 +57,16 @@ def test_what_partial_methods_send() -> None:
 
 
 def test_what_is_trained_with_the_adapters() -> None:
-    trained = set(lane_model(resnet("resnet18", 10), "adapter", True, 0.3, 0).initial().params)
+    trained = set(lane_model(resnet("resnet18", 10), "adapter", "residual", 0.3, 0).initial().params)
     assert {"bn1.weight", "layer1.0.bn2.bias", "layer4.1.conv2.adapter.conv.weight", "fc.bias"} <= trained
     frozen = {"conv1.weight", "layer2.0.downsample.0.weight", "layer2.0.downsample.1.weight", "layer1.0.conv1.weight"}
     assert not trained & frozen
-    held = lane_model(resnet("resnet18", 10), "adapter", True, 0.3, 0).initial().buffers
+    held = lane_model(resnet("resnet18", 10), "adapter", "residual", 0.3, 0).initial().buffers
     assert "layer2.0.downsample.1.running_mean" in held, "downsample statistics are a lane's own all the same"
 
 
 def test_the_input_group_is_the_first_convolution_of_every_block() -> None:
-    held = lane_model(resnet("resnet18", 10), "input", False, 0.0, 0).initial()
+    held = lane_model(resnet("resnet18", 10), "input", None, 0.0, 0).initial()
     blocks = [f"layer{i}.{j}." for i in range(1, 5) for j in range(2)]
     names = {f"{b}{n}" for b in ["", *blocks] for n in ("conv1.weight", "bn1.weight", "bn1.bias")}
     assert set(held.params) == names

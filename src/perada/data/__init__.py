@@ -61,6 +61,9 @@ SOURCES: dict[str, Callable[[DataOptions], Source]] = {
 }
 
 
+PUBLIC = ("none", "glyphs", *(name for name in SOURCES if name != "folder"))  # what distill.data may be beside a folder
+
+
 def build_federation(options: DataOptions, device: torch.device) -> Federation:
     """Load the source and deal it out to the clients."""
     source = SOURCES[options.name](options)
@@ -127,6 +130,7 @@ def public_images(name: str, size: int) -> torch.Tensor | None:
         return None
     if name == "glyphs":
         return torch.from_numpy(glyphs())
-    if name in SOURCES and name != "folder":
-        return torch.from_numpy(SOURCES[name](DataOptions(name=name)).images)
+    if name in PUBLIC:
+        source = SOURCES[name](DataOptions(name=name))
+        return torch.from_numpy(source.images if source.test is None else source.images[~source.test])
     return torch.from_numpy(unlabelled(name, size))

@@ -28,8 +28,8 @@ def sample_stream(train: Indices, length: int, *key: int | str) -> Indices:
 class ClientBatches:
     """Lane k trains on the data of client `lane_clients[k]`: (step, lanes) -> `Batch`.
 
-    What a client sees depends on (seed, round, client, step) alone: not on the method, on the lane's
-    purpose, or on who trains beside it.
+    What a client sees depends on (seed, round, its name, step) alone: not on the method, on the lane's
+    purpose, or on who trains beside it. Its number would not do: alone on its own machine it is number 0.
     """
 
     def __init__(
@@ -47,12 +47,13 @@ class ClientBatches:
         longest = {c: max(s for s, lane in zip(steps, lane_clients, strict=True) if lane == c) for c in clients}
         index = np.zeros((len(clients), max(steps, default=0), batch), np.int64)
         for row, c in enumerate(clients):
-            stream = sample_stream(federation.clients[c].train, longest[c] * batch, seed, round, c)
+            client = federation.clients[c]
+            stream = sample_stream(client.train, longest[c] * batch, seed, round, client.name)
             index[row, : longest[c]] = stream.reshape(-1, batch)
         device = federation.images.device
         self.index = torch.from_numpy(index).to(device)
         self.row = torch.tensor([clients.index(c) for c in lane_clients], device=device)
-        keys = [key_of(seed, round, c, "step") for c in lane_clients]
+        keys = [key_of(seed, round, federation.clients[c].name, "step") for c in lane_clients]
         self.keys = torch.tensor(keys, dtype=torch.int64, device=device)
 
     def __call__(self, step: int, lanes: Tensor) -> Batch:

@@ -56,7 +56,6 @@ class Federation:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     server_val: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
-    public: Tensor | None = None  # uint8 [n_aux, C, H, W], unlabelled
 
     @property
     def multilabel(self) -> bool:

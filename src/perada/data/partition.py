@@ -37,6 +37,8 @@ def dirichlet_counts(
         )
     counts = np.zeros((clients, len(supply)), np.int64)
     for label in rng.permutation(len(supply)):
+        if not supply[label]:
+            continue
         shares = _dirichlet(alpha, clients, rng)
         if cap:
             open_ = counts.sum(1) < total / clients
@@ -94,9 +96,13 @@ def deal(counts: Counts, labels: NDArray[np.int64], pool: Indices, rng: np.rando
 
 
 def holdout(labels: NDArray[np.int64], pool: Indices, fraction: float, rng: np.random.Generator) -> Indices:
-    """A stratified part of `pool`: `fraction` of each class, rounded."""
+    """A stratified part of `pool`: `fraction` of it, dealt over the classes by largest remainder."""
+    total = round(fraction * len(pool))
+    if total == 0:
+        return pool[:0]
     parts = [rng.permutation(pool[labels[pool] == c]) for c in np.unique(labels[pool])]
-    return np.sort(np.concatenate([p[: round(fraction * len(p))] for p in parts] or [pool[:0]]))
+    sizes = largest_remainder(np.array([len(p) for p in parts], np.float64), total)
+    return np.sort(np.concatenate([p[:n] for p, n in zip(parts, sizes, strict=True)]))
 
 
 def dirichlet(

@@ -146,8 +146,11 @@ def _lane_aware(layer: nn.Module, name: str, trained: bool) -> nn.Module | None:
     return kinds[type(layer)](layer)
 
 
-def default_groups(module: nn.Module, head: str) -> dict[str, Group]:
-    """The groups any module has; a model family may declare more (the input layers of a ResNet)."""
+def default_groups(module: nn.Module, head: str, frozen: str | None = None) -> dict[str, Group]:
+    """The groups any module has; a model family may declare more (the input layers of a ResNet).
+
+    frozen: a regular expression for norms that belong to neither batch_norm nor adapter.
+    """
     params = [n for n, _ in module.named_parameters()]
     buffers = [n for n, _ in module.named_buffers() if n.endswith(("running_mean", "running_var"))]
     kinds = {n: m for n, m in module.named_modules() if isinstance(m, (_BatchNorm, LaneBatchNorm, nn.LayerNorm))}
@@ -160,8 +163,8 @@ def default_groups(module: nn.Module, head: str) -> dict[str, Group]:
     modules = Group(added, frozenset(n for n in buffers if ".adapter." in n))
     full = everything - modules
     output = Group(frozenset(n for n in params if owner(n) == head), frozenset())
-    norms = frozenset(n for n in full.params if owner(n) in kinds and "downsample" not in n)
-    # Where batch norms are personal every norm's statistics are, the (uncounted) downsample norms' too.
+    norms = frozenset(n for n in full.params if owner(n) in kinds and not (frozen and re.search(frozen, n)))
+    # Where batch norms are personal every norm's statistics are, those of norms left out here too.
     layer_norms = frozenset(n for n in norms if isinstance(kinds[owner(n)], nn.LayerNorm))
     batch_norm = Group(norms - layer_norms, full.buffers)
     return {

@@ -21,9 +21,6 @@ class Group:
     params: frozenset[str]
     buffers: frozenset[str]
 
-    def __or__(self, other: Group) -> Group:
-        return Group(self.params | other.params, self.buffers | other.buffers)
-
     def __sub__(self, other: Group) -> Group:
         return Group(self.params - other.params, self.buffers - other.buffers)
 
@@ -65,20 +62,14 @@ class LaneModel:
         self.module.to(device=device, dtype=dtype)
         return self
 
-    def initial(self) -> State:
-        """One lane with the values the module holds now."""
+    def initial(self, lanes: int = 1) -> State:
+        """Equal lanes with the values the module holds now."""
         params, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
-        return State(
-            {n: params[n].detach().clone().unsqueeze(0) for n in self._params},
-            {n: buffers[n].detach().clone().unsqueeze(0) for n in self._buffers},
+        one = State(
+            {n: params[n].detach().unsqueeze(0) for n in self._params},
+            {n: buffers[n].detach().unsqueeze(0) for n in self._buffers},
         )
-
-    def load(self, state: State) -> None:
-        """Write one lane back into the module: what is not handed over at a call is taken from here."""
-        held = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        for source in (state.params, state.buffers):
-            for name, tensor in source.items():
-                held[name].copy_(tensor[0])
+        return repeat(one, lanes)
 
     def group(self, name: str) -> Group:
         if name not in self.groups:
@@ -113,6 +104,3 @@ class LaneModel:
             for name, tensor in source.items():
                 held[name].copy_(tensor[0])
         return module.eval()
-
-    def repeated(self, lanes: int) -> State:
-        return repeat(self.initial(), lanes)

@@ -75,7 +75,7 @@ class Gradient:
         fresh = State(params, {n: b.clone() for n, b in state.buffers.items()})
         logits = self.model(fresh, self.batch.images, norm="train", dropout=self.batch.keys)
         losses = (self.loss(logits, self.batch.targets) * self.batch.weights).mean(1)
-        grads = torch.autograd.grad(losses.sum(), leaves)
+        grads = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
         losses = losses.detach()
         self.finite &= losses.isfinite()
         self.losses = losses if self.losses is None else self.losses

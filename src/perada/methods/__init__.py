@@ -6,12 +6,14 @@ import dataclasses
 import typing
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from ..distill import Server
 from ..errors import InputError, unknown
-from ..lanes import LaneModel, State
-from ..models import count_groups
+from ..lanes import NOTHING, Group, LaneModel, State
+from ..models import group_sizes
 from ..trainer import Trainer
 from .fedavg import FedAvg
 from .perada import PerAda
@@ -22,20 +24,24 @@ class Method(Protocol):
     """Written for a stack of clients: the simulator passes a cohort, a site on its own passes one.
 
     adapters: whether the model gets adapters; distils: whether the server needs public images; trains: the
-    parameter group a lane holds; copies: lanes a client trains; shares: the group that crosses the network,
-    None for nothing.
+    parameter group a lane holds; copies: lanes a client trains; shares: the group that crosses the network
+    (None for nothing), less the group it withholds. An upload that holds more is an error (`check_upload`).
+
+    A method whose server asks the clients to judge candidates also has
+    `client_score(trainer, candidates) -> losses [candidates, clients]` (see `Judge`).
     """
 
     adapters: ClassVar[bool]
     trains: ClassVar[str]
     copies: ClassVar[int]
     shares: ClassVar[str | None]
+    withholds: ClassVar[str | None]
 
     @property
     def distils(self) -> bool: ...
 
-    def init(self, model: LaneModel) -> tuple[State, State]:
-        """(server state and first broadcast, what a client keeps), one lane each."""
+    def init(self, model: LaneModel) -> tuple[State, State, State]:
+        """(server state, first broadcast, what a client keeps), one lane each."""
 
     def client_update(self, trainer: Trainer, received: State, kept: State) -> tuple[State, State]:
         """Runs where the data are: (broadcast, kept) -> (upload, kept)."""
@@ -45,6 +51,13 @@ class Method(Protocol):
 
     def personal(self, received: State, kept: State) -> State:
         """What the clients predict with: a lane each, or one lane that all share."""
+
+
+@runtime_checkable
+class Judge(Protocol):
+    """A method whose clients score candidates on their own validation data."""
+
+    def client_score(self, trainer: Trainer, candidates: State) -> Tensor: ...
 
 
 REGISTRY: dict[str, Callable[..., Method]] = {
@@ -76,14 +89,29 @@ def make_method(name: str, settings: Mapping[str, Any]) -> Method:
     return REGISTRY[name](**settings)
 
 
+def shared_group(method: Method, groups: Mapping[str, Group]) -> Group:
+    """What of a lane crosses the network, by the method's declaration."""
+    shared = groups[method.shares] if method.shares else NOTHING
+    return shared - groups[method.withholds] if method.withholds else shared
+
+
+def check_upload(method: Method, model: LaneModel, upload: State) -> State:
+    """The upload, if it holds nothing but what the method declares shared."""
+    shared = shared_group(method, model.groups)
+    more = (upload.params.keys() - shared.params) | (upload.buffers.keys() - shared.buffers)
+    if more:
+        raise ValueError(f"{type(method).__name__} uploads what it does not declare shared: {', '.join(sorted(more))}")
+    return upload
+
+
 def method_sizes(name: str, backbone: str = "resnet18", classes: int = 10) -> dict[str, int]:
     """Parameters a client trains and sends each round, from the declarations that training uses."""
     if name not in REGISTRY:
         raise unknown("method", name, REGISTRY)
-    method, groups = REGISTRY[name](), count_groups(backbone, classes)
-    sent = groups[method.shares] if method.shares else {"parameters": 0, "buffers": 0}
+    method, sizes = REGISTRY[name](), group_sizes(backbone, classes)
+    shared = shared_group(method, sizes.groups)
     return {
-        "trained": method.copies * groups[method.trains]["parameters"],
-        "communicated": sent["parameters"],
-        "communicated_buffers": sent["buffers"],
+        "trained": method.copies * sizes.parameters(sizes.groups[method.trains]),
+        "communicated": sizes.parameters(shared),
+        "communicated_buffers": sizes.buffers(shared),
     }

@@ -21,9 +21,10 @@ class FedAvg:
     trains: ClassVar[str] = "full"
     copies: ClassVar[int] = 1
     shares: ClassVar[str | None] = "full"
+    withholds: ClassVar[str | None] = None
 
-    def init(self, model: LaneModel) -> tuple[State, State]:
-        return model.initial(), State()
+    def init(self, model: LaneModel) -> tuple[State, State, State]:
+        return model.initial(), model.initial(), State()
 
     def client_update(self, trainer: Trainer, w: State, kept: State) -> tuple[State, State]:
         return trainer.sgd(repeat(w, len(trainer.clients))), kept

@@ -33,14 +33,15 @@ class PerAda:
     trains: ClassVar[str] = "adapter"
     copies: ClassVar[int] = 2
     shares: ClassVar[str | None] = "adapter"
+    withholds: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         for name in ("lam", "personal_epochs", "personal_lr"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
 
-    def init(self, model: LaneModel) -> tuple[State, State]:
-        return model.initial(), model.initial()  # w, v_m
+    def init(self, model: LaneModel) -> tuple[State, State, State]:
+        return model.initial(), model.initial(), model.initial()  # w at the server, w sent, v_m kept
 
     def client_update(self, trainer: Trainer, w: State, v: State) -> tuple[State, State]:
         lanes = trainer.sgd(

@@ -20,9 +20,10 @@ class Standalone:
     trains: ClassVar[str] = "full"
     copies: ClassVar[int] = 1
     shares: ClassVar[str | None] = None
+    withholds: ClassVar[str | None] = None
 
-    def init(self, model: LaneModel) -> tuple[State, State]:
-        return State(), model.initial()
+    def init(self, model: LaneModel) -> tuple[State, State, State]:
+        return State(), State(), model.initial()
 
     def client_update(self, trainer: Trainer, received: State, v: State) -> tuple[State, State]:
         return State(), trainer.sgd(v)

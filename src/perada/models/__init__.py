@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
 from ..errors import unknown
-from ..lanes import LaneModel, adapt
+from ..lanes import Group, LaneModel, adapt
 from .resnet import SHAPES, ResNet, resnet, resnet_groups
 from .weights import WeightReport, load_into, read_weights
 
-__all__ = ["BACKBONES", "WeightReport", "build_backbone", "count_groups", "lane_model", "load_into", "read_weights"]
+__all__ = [
+    "BACKBONES",
+    "WEIGHTS",
+    "WeightReport",
+    "build_backbone",
+    "count_groups",
+    "group_sizes",
+    "lane_model",
+    "load_into",
+    "read_weights",
+]
 
 BACKBONES = tuple(SHAPES)
+WEIGHTS = ("embedded", "torchvision", "fedavg", "random")  # what model.weights may be beside a file
 
 
 def build_backbone(name: str, classes: int, weights: str, seed: int) -> tuple[ResNet, WeightReport | None]:
@@ -22,22 +37,35 @@ def build_backbone(name: str, classes: int, weights: str, seed: int) -> tuple[Re
     return net, load_into(net, read_weights(weights, name), weights)
 
 
-def lane_model(net: ResNet, trained: str, adapters: bool, dropout: float, seed: int) -> LaneModel:
-    """`net` with its lanes: with adapters (PerAda), or as it is (full-model methods)."""
-    kind = "residual" if adapters else None
-    return adapt(net, adapter=kind, trained=trained, dropout=dropout, groups=resnet_groups, seed=seed)
+def lane_model(net: ResNet, trained: str, adapter: str | None, dropout: float, seed: int) -> LaneModel:
+    """`net` with its lanes: with adapters (PerAda), or as it is (None: full-model methods)."""
+    return adapt(net, adapter=adapter, trained=trained, dropout=dropout, groups=resnet_groups, seed=seed)
+
+
+@dataclass(frozen=True)
+class GroupSizes:
+    """The groups of a backbone with adapters, and the size of every tensor they name."""
+
+    groups: Mapping[str, Group]
+    size: Mapping[str, int]
+
+    def parameters(self, group: Group) -> int:
+        return sum(self.size[n] for n in group.params)
+
+    def buffers(self, group: Group) -> int:
+        return sum(self.size[n] for n in group.buffers)
+
+
+@lru_cache
+def group_sizes(name: str, classes: int) -> GroupSizes:
+    if name not in SHAPES:
+        raise unknown("backbone", name, SHAPES)
+    model = lane_model(resnet(name, classes), "everything", "residual", 0.0, 0)
+    tensors = {**dict(model.module.named_parameters()), **dict(model.module.named_buffers())}
+    return GroupSizes(model.groups, {n: t.numel() for n, t in tensors.items()})
 
 
 def count_groups(name: str, classes: int) -> dict[str, dict[str, int]]:
     """Parameters and buffers (running statistics) of every group, counted on the adapter-augmented network."""
-    if name not in SHAPES:
-        raise unknown("backbone", name, SHAPES)
-    model = lane_model(resnet(name, classes), "everything", True, 0.0, 0)
-    size = {**dict(model.module.named_parameters()), **dict(model.module.named_buffers())}
-    return {
-        group: {
-            "parameters": sum(size[n].numel() for n in held.params),
-            "buffers": sum(size[n].numel() for n in held.buffers),
-        }
-        for group, held in model.groups.items()
-    }
+    sizes = group_sizes(name, classes)
+    return {n: {"parameters": sizes.parameters(g), "buffers": sizes.buffers(g)} for n, g in sizes.groups.items()}

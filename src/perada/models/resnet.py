@@ -91,7 +91,7 @@ def resnet_groups(module: nn.Module) -> Mapping[str, Group]:
         path = name.split(".")
         return path[-2] in ("conv1", "bn1") and "adapter" not in path
 
-    groups = default_groups(module, head="fc")
+    groups = default_groups(module, head="fc", frozen=r"\.downsample\.")
     full = groups["full"]
     entry = Group(frozenset(filter(first, full.params)), frozenset(filter(first, full.buffers)))
     return {**groups, "input": entry}
