@@ -139,7 +139,7 @@ def test_a_tiny_alpha_works_and_is_fast(alpha: float) -> None:
     """Gamma draws of so small an α are all zero in floating point: 0/0. 1e-320 is not even normal."""
     start = time.monotonic()
     counts = dirichlet_counts(np.full(10, 5000), 100, alpha, rng_of(0))
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 20, "never a loop that hangs"
     assert counts.sum(0).tolist() == [5000] * 10
     assert counts.sum(1).min() >= 2
     assert counts.min() >= 0

@@ -1,0 +1,167 @@
+"""What every method must keep to, whoever writes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from small import small
+
+from perada import cli, load, train
+from perada.config import resolve
+from perada.errors import InputError
+from perada.lanes import State, gather
+from perada.methods import REGISTRY, check_upload, method_sizes, shared_group
+from perada.methods.perada import PerAda
+from perada.models import group_sizes
+from perada.simulate import prepare
+from perada.trainer import Trainer
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_what_is_uploaded_is_what_is_declared(name: str) -> None:
+    """Parameters and buffers counted on the upload itself, against the numbers `perada methods` prints."""
+    sim = prepare(small(method__name=name))
+    upload, _ = sim.method.client_update(sim.trainer([0, 1]), sim.now.broadcast, gather(sim.now.kept, [0, 1]))
+    shared = shared_group(sim.method, sim.model.groups)
+    assert upload.params.keys() == shared.params
+    assert upload.buffers.keys() == shared.buffers
+    sizes = method_sizes(name, "resnet8", 10)
+    assert upload.parameters_per_lane() == sizes["communicated"]
+    assert upload.bytes_per_lane() == 4 * (sizes["communicated"] + sizes["communicated_buffers"])
+
+
+def test_the_papers_sizes() -> None:
+    """ResNet-18, 10 classes (SPEC, section 5)."""
+    wanted = {"perada": (2_826_516, 1_413_258), "standalone": (11_181_642, 0), "fedavg": (11_181_642, 11_181_642)}
+    for name, (trained, sent) in wanted.items():
+        found = method_sizes(name)
+        assert (found["trained"], found["communicated"]) == (trained, sent)
+
+
+@dataclass(frozen=True)
+class Leaky(PerAda):
+    """Declares that the head stays and sends it all the same."""
+
+    withholds = "output"
+
+    def client_update(self, trainer: Trainer, w: State, v: State) -> tuple[State, State]:
+        return PerAda.client_update(self, trainer, w, v)
+
+
+def test_an_upload_of_what_is_withheld_stops_the_round() -> None:
+    sim = prepare(small())
+    sim.method = Leaky()
+    before = sim.now
+    with pytest.raises(ValueError, match=r"Leaky uploads what it does not declare shared: fc\.bias, fc\.weight"):
+        sim.step()
+    assert sim.now is before
+    head = sim.model.group("output")
+    kept_back = sim.now.broadcast.only(sim.now.broadcast.params.keys() - head.params, sim.now.broadcast.buffers)
+    assert check_upload(sim.method, sim.model, kept_back) is kept_back
+
+
+def test_a_withheld_group_is_not_counted_as_sent() -> None:
+    sizes = group_sizes("resnet18", 10)
+    shared = shared_group(Leaky(), sizes.groups)
+    assert sizes.parameters(shared) == 1_413_258 - 5_130
+
+
+def test_a_client_on_its_own_machine_does_what_it_does_in_the_simulation() -> None:
+    """There it is client number 0 of a federation of one: only its name says who it is."""
+    sim = prepare(small(method__name="perada-no-kd", run__precision="fp64"))
+    m = 2
+    upload, kept = sim.method.client_update(sim.trainer([1, m]), sim.now.broadcast, gather(sim.now.kept, [1, m]))
+    alone = dataclasses.replace(sim.federation, clients=(sim.federation.clients[m],))
+    site = Trainer(sim.model, alone, [0], 0, sim.config.run.seed, sim.config.train)
+    there, here = sim.method.client_update(site, sim.now.broadcast, gather(sim.now.kept, [m]))
+    for a, b in ((upload, there), (kept, here)):
+        for name in a.params:
+            torch.testing.assert_close(a.params[name][1:], b.params[name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_setting_the_method_does_not_have_is_refused_but_a_presets_own_is_not() -> None:
+    assert resolve("digits", {"method.name": "fedavg"}).method == {"name": "fedavg"}
+    with pytest.raises(InputError, match=r"unknown key 'method\.lam'"):
+        resolve("digits", {"method.name": "fedavg", "method.lam": 3.0})
+
+
+def test_the_clients_own_images_are_no_public_data() -> None:
+    with pytest.raises(InputError, match="clients' own images"):
+        prepare(small(distill__data="digits"))
+
+
+def test_a_guard_without_a_judge_is_refused() -> None:
+    with pytest.raises(InputError, match=r"data\.val"):
+        prepare(small(data__val=0.0))
+
+
+def test_pretraining_is_saved_counted_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in pretraining and resumed: the same backbone, bit for bit, as without a stop."""
+    settings = {f"{k.replace('__', '.')}": v for k, v in PRETRAINED.items()}
+    whole = train("digits", set=settings, out=tmp_path / "whole")
+    rounds = []
+
+    def stop(progress: object) -> None:
+        rounds.append(progress)
+        if len(rounds) == 3:  # before the first round, after it, after the second
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train("digits", set=settings, out=tmp_path / "stopped", on_round=stop)
+    assert not (tmp_path / "stopped" / "backbone.safetensors").exists()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--out", "stopped", "--resume"]) == 0
+    backbones = [(tmp_path / n / "backbone.safetensors").read_bytes() for n in ("whole", "stopped")]
+    assert backbones[0] == backbones[1]
+    again = load("stopped")
+    assert again.summary["pretrain"]["bytes_up"] == whole.summary["pretrain"]["bytes_up"] > 0
+    assert not (tmp_path / "stopped" / "pretrain" / "checkpoints").exists()
+    for part in ("params", "buffers"):
+        a, b = getattr(whole.state("client-00"), part), getattr(again.state("client-00"), part)
+        assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+PRETRAINED = {
+    "data__clients": 3,
+    "data__server_val": 0.4,
+    "train__cohort": 2,
+    "train__rounds": 1,
+    "train__epochs": 1,
+    "model__weights": "fedavg",
+    "model__pretrain_rounds": 3,
+    "method__name": "perada-no-kd",
+    "run__shifts": False,
+}
+
+
+def test_a_run_of_your_own_images_opens_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import Image
+
+    for site in ("a", "b"):
+        for label in ("x", "y"):
+            for i in range(5):
+                path = tmp_path / "images" / site / label / f"{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.new("L", (9, 9), 40 * i + (100 if label == "x" else 0)).save(path)
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "--data", "images", "--out", "run", "--set", "data.size=8", "--set", "train.rounds=1"]
+    extra = ["--set", "model.backbone=resnet8", "--set", "model.weights=random", "--set", "run.device=cpu"]
+    assert cli.main([*words, *extra]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert cli.main(["evaluate", "../run"]) == 0
+    (tmp_path / "images").rename(tmp_path / "moved")
+    assert cli.main(["evaluate", "../run"]) == 2
+    assert cli.main(["evaluate", "../run", "--data", "../moved"]) == 0
+
+
+def test_a_run_made_on_a_gpu_opens_without_one(tmp_path: Path) -> None:
+    settings = {"data.clients": 2, "data.server_val": 0.5, "train.cohort": 1, "train.rounds": 1, "run.shifts": False}
+    run = train("digits", method="fedavg", set={**settings, "train.epochs": 1}, out=tmp_path / "run")
+    config = (run.path / "config.toml").read_text().replace('device = "auto"', 'device = "cuda"')
+    (run.path / "config.toml").write_text(config)
+    assert load(run.path).clients == ("client-00", "client-01")
