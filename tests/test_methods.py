@@ -12,8 +12,9 @@ from small import small
 
 from perada import cli, load, train
 from perada.config import resolve
+from perada.data.batches import steps_of
 from perada.errors import InputError
-from perada.lanes import State, gather
+from perada.lanes import Gradient, State, gather
 from perada.methods import REGISTRY, check_upload, method_sizes, shared_group
 from perada.methods.perada import PerAda
 from perada.models import group_sizes
@@ -81,6 +82,30 @@ def test_a_client_on_its_own_machine_does_what_it_does_in_the_simulation() -> No
     for a, b in ((upload, there), (kept, here)):
         for name in a.params:
             torch.testing.assert_close(a.params[name][1:], b.params[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("lanes", [0, 1])
+def test_a_method_may_write_its_own_step(lanes: int) -> None:
+    """Plain SGD written as an update, beside the trainer's own; a second state is carried along."""
+    sim = prepare(small(run__precision="fp64", run__lanes=lanes))
+    trainer = sim.trainer([0, 3])
+    start, rate = sim.model.initial(2), trainer.options.lr
+
+    def update(gradient: Gradient, states: tuple[State, ...]) -> tuple[State, ...]:
+        grads, state = gradient(states[0])
+        steps = {"steps": states[1].params["steps"] + 1}
+        params = {n: p - rate * grads[n] if n in grads else p for n, p in state.params.items()}
+        return State(params, state.buffers), State(steps)
+
+    count = State({"steps": torch.zeros(2, 1, dtype=torch.float64)})
+    found, counted = trainer.loop((start, count), update)
+    wanted = trainer.sgd(start)
+    for name, tensor in wanted.params.items():
+        torch.testing.assert_close(found.params[name], tensor, rtol=1e-9, atol=1e-12)
+    for name, tensor in wanted.buffers.items():
+        torch.testing.assert_close(found.buffers[name], tensor, rtol=1e-9, atol=1e-12)
+    sizes = [len(sim.federation.clients[c].train) for c in (0, 3)]
+    assert counted.params["steps"].flatten().tolist() == [steps_of(n, 8, 1) for n in sizes]
 
 
 def test_a_setting_the_method_does_not_have_is_refused_but_a_presets_own_is_not() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from .data.batches import ClientBatches, steps_of
 from .data.federation import Federation
 from .evaluate import logits_on
-from .lanes import LaneModel, Options, Pull, State, gather, sgd, stack
+from .lanes import Batches, LaneModel, Options, Pull, Result, State, Update, gather, loop, sgd, stack
 
 
 @dataclass(frozen=True)
@@ -77,47 +77,64 @@ class Trainer:
         `pull=(centre, strength)` adds `strength · (p − centre)` to the gradient. strength, lr and epochs are
         one number, or one for each copy.
         """
-        copies, rest = divmod(lanes.lanes, len(self.clients))
-        if rest or not copies:
-            raise ValueError(f"{lanes.lanes} lanes are not whole copies of {len(self.clients)} clients")
-        owner = list(self.clients) * copies
+        copies = self._copies(lanes)
         rates = self._per_lane(self.options.lr if lr is None else lr, copies)
+        strength = self._per_lane(pull[1], copies) if pull else []
+        options = Options(self.options.momentum, self.options.weight_decay, self.options.clip or None)
+
+        def work(part: tuple[State, ...], batches: Batches, steps: list[int], at: list[int]) -> Result:
+            towards = None
+            if pull:
+                centre = pull[0] if pull[0].lanes == 1 else gather(pull[0], at)
+                towards = Pull(centre, [strength[k] for k in at])
+            return sgd(self.model, part[0], batches, sample_loss, [rates[k] for k in at], steps, towards, options)
+
+        return self._train((lanes,), epochs, work)[0]
+
+    def loop(
+        self, states: tuple[State, ...], update: Update, *, epochs: int | Sequence[int] | None = None
+    ) -> tuple[State, ...]:
+        """A method's own step instead of SGD's, on the same mini-batches: see `lanes.loop`.
+
+        Numbers that differ by lane belong in a state: a cohort may be trained in groups of lanes.
+        """
+
+        def work(part: tuple[State, ...], batches: Batches, steps: list[int], at: list[int]) -> Result:
+            return loop(self.model, part, batches, sample_loss, steps, update)
+
+        return self._train(states, epochs, work)
+
+    def _train(
+        self,
+        states: tuple[State, ...],
+        epochs: int | Sequence[int] | None,
+        work: Callable[[tuple[State, ...], Batches, list[int], list[int]], Result],
+    ) -> tuple[State, ...]:
+        """All lanes, or one group of lanes after another, each with its clients' batches."""
+        lanes, copies = states[0].lanes, self._copies(states[0])
+        owner = list(self.clients) * copies
         epoch = self._per_lane(self.options.epochs if epochs is None else epochs, copies)
         size = [len(self.federation.clients[c].train) for c in owner]
         steps = [steps_of(n, self.options.batch, int(e)) for n, e in zip(size, epoch, strict=True)]
-        strength = self._per_lane(pull[1], copies) if pull else None
-        parts: list[State] = []
-        means: list[float] = []
-        group = self.lanes_at_once or lanes.lanes
-        for at in range(0, lanes.lanes, group):
-            chosen = range(at, min(at + group, lanes.lanes))
-            centre = None
-            if pull and strength:
-                towards = pull[0] if pull[0].lanes == 1 else gather(pull[0], list(chosen))
-                centre = Pull(towards, [strength[k] for k in chosen])
-            done = self._run(gather(lanes, list(chosen)), chosen, owner, steps, rates, centre)
-            parts.append(done[0])
-            means.extend(done[1])
+        dtype = next(iter(states[0].params.values())).dtype
+        group = self.lanes_at_once or lanes
+        parts, means = [], []
+        for start in range(0, lanes, group):
+            at = list(range(start, min(start + group, lanes)))
+            mine, many = [owner[k] for k in at], [steps[k] for k in at]
+            batches = ClientBatches(self.federation, mine, many, self.options.batch, self.seed, self.round, dtype)
+            result = work(tuple(gather(s, at) for s in states), batches, many, at)
+            self.failed |= {self.federation.clients[mine[k]].name for k in result.failed}
+            parts.append(result.states)
+            means += result.trace.nanmean(0).tolist()
         self.losses = means[-len(self.clients) :]
-        return stack(*parts)
+        return tuple(stack(*part) for part in zip(*parts, strict=True))
 
-    def _run(
-        self,
-        start: State,
-        chosen: range,
-        owner: Sequence[int],
-        steps: Sequence[int],
-        rates: Sequence[float],
-        pull: Pull | None,
-    ) -> tuple[State, list[float]]:
-        mine = [owner[k] for k in chosen]
-        steps = [steps[k] for k in chosen]
-        dtype = next(iter(start.params.values())).dtype
-        batches = ClientBatches(self.federation, mine, steps, self.options.batch, self.seed, self.round, dtype)
-        options = Options(self.options.momentum, self.options.weight_decay, self.options.clip or None)
-        result = sgd(self.model, start, batches, sample_loss, [rates[k] for k in chosen], steps, pull, options)
-        self.failed |= {self.federation.clients[mine[k]].name for k in result.failed}
-        return result.state, result.trace.nanmean(0).tolist()
+    def _copies(self, lanes: State) -> int:
+        copies, rest = divmod(lanes.lanes, len(self.clients))
+        if rest or not copies:
+            raise ValueError(f"{lanes.lanes} lanes are not whole copies of {len(self.clients)} clients")
+        return copies
 
     def _per_lane(self, value: float | Sequence[float], copies: int) -> list[float]:
         values = [value] * copies if isinstance(value, (int, float)) else list(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -168,7 +168,8 @@ def sgd(
         return State(params, state.buffers), State(speeds), states[2]
 
     begin = (start, velocity, State() if shared else centre)
-    return loop(model, begin, batches, loss, steps, update, options.widths)
+    done = loop(model, begin, batches, loss, steps, update, options.widths)
+    return replace(done, states=done.states[:1])
 
 
 def _one_each(lanes: int, **given: Sequence[float]) -> None:

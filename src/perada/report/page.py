@@ -99,7 +99,7 @@ def _tiles(runs: Sequence[Facts]) -> str:
     if len(runs) == 1 and shares:
         sizes = runs[0].sizes
         about = f"of the full model, a client and round: {sizes['communicated']:,} of {sizes['full']:,} parameters"
-    parts.append(_tile("Sent", value, about, 3))
+    parts.append(_tile("Uploaded", value, about, 3))
     return '<div class="tiles">' + "".join(parts) + "</div>"
 
 
