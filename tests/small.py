@@ -121,3 +121,15 @@ def adapters(run: Path) -> dict[str, bytes]:
 def tree(root: Path) -> dict[str, bytes | None]:
     """Every file below `root` with its content, and every folder."""
     return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in sorted(root.rglob("*"))}
+
+
+def damage(path: Path, how: str) -> None:
+    data = path.read_bytes()
+    path.unlink()  # not in place: an unchanged client's file is shared with the checkpoint before
+    if how == "cut":
+        path.write_bytes(data[:-10])
+    elif how == "one bit":
+        at = len(data) - 3 if path.suffix == ".safetensors" else data.index(b'"round"') + 3
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    elif how == "empty":
+        path.write_bytes(b"")

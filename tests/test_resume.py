@@ -1,0 +1,516 @@
+"""Run folders: whatever happens to the process, nothing that was finished is lost, and nothing changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from small import SMALL, adapters, damage, flags, small
+
+import perada
+from perada import cli
+from perada.models.resnet import resnet
+
+# Real runs. `PERADA` is a run with distillation and the guard at the clients.
+
+ROUNDS = 10
+PERADA: dict[str, Any] = {"train__rounds": ROUNDS, "distill__guard": "clients"}
+
+
+def train(out: Path, *words: str, **set: Any) -> int:
+    return cli.main(["train", "digits", *flags(**set), "--out", str(out), "--device", "cpu", *words])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    assert train(out, **PERADA) == 0
+    return out
+
+
+def without_clock(path: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def assert_same_run(found: Path, wanted: Path) -> None:
+    """Final adapters byte for byte, and the whole history of metrics."""
+    assert adapters(found).keys() == adapters(wanted).keys()
+    assert [n for n, data in adapters(found).items() if data != adapters(wanted)[n]] == []
+    assert without_clock(found) == without_clock(wanted)
+
+
+def process(out: Path, *words: str, **set: Any) -> subprocess.Popen[str]:
+    """`python -m perada train` as a user starts it, with the thread count of this process."""
+    command = [sys.executable, "-m", "perada", "train", "digits", *flags(**set), "--out", str(out), "--device", "cpu"]
+    return subprocess.Popen(
+        [*command, *words],
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that are ended with the test, whatever becomes of it."""
+    running: list[subprocess.Popen[str]] = []
+    yield running
+    for one in running:
+        if one.poll() is None:
+            one.kill()
+        one.communicate()
+
+
+def wait_for_rounds(out: Path, rounds: int, child: subprocess.Popen[str]) -> None:
+    metrics, end = out / "metrics.jsonl", time.monotonic() + 90
+    while time.monotonic() < end:
+        if metrics.is_file() and metrics.read_text().count("\n") >= rounds:
+            return
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.005)
+    raise AssertionError(f"no {rounds} rounds in 90 s")
+
+
+def test_killed_in_the_middle_and_resumed_a_run_ends_as_if_nothing_had_happened(
+    tmp_path: Path, uninterrupted: Path, started: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """kill -9, twice, at rounds that are not chosen with care; then --resume."""
+    out = tmp_path / "killed"
+    for kill, words in ((2, ()), (5, ("--resume",))):
+        child = process(out, *words, **PERADA)
+        started.append(child)
+        wait_for_rounds(out, kill, child)
+        child.send_signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    assert not (out / "summary.json").exists(), "it was killed too late to test anything"
+    assert train(out, "--resume", **PERADA) == 0
+    assert_same_run(out, uninterrupted)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["round"] == ROUNDS
+
+
+def test_interrupted_a_run_saves_its_state_and_says_how_to_go_on(
+    tmp_path: Path, uninterrupted: Path, started: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGINT where no checkpoint is due for long: what is saved was saved because of the interruption."""
+    out = tmp_path / "interrupted"
+    child = process(out, **PERADA, run__checkpoint_every=100)
+    started.append(child)
+    wait_for_rounds(out, 3, child)
+    child.send_signal(signal.SIGINT)
+    stdout, stderr = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert stdout == ""
+    assert "Traceback" not in stderr
+    last = stderr.strip().splitlines()[-1]
+    assert last.startswith("interrupted")
+    assert len(list((out / "checkpoints").glob("round-*"))) == 1
+    again = shlex.split(re.sub(r".*Continue with: ", "", last))
+    assert again[0] == "perada"
+    assert again[-1] == "--resume"
+    assert cli.main(again[1:]) == 0
+    assert_same_run(out, uninterrupted)
+
+
+def test_the_line_that_resumes_can_be_pasted_into_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder with a space: the line must be quoted. Stopped before the first round is over, it resumes too."""
+
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "my run"
+    with monkeypatch.context() as patch:
+        patch.setattr("perada.api.run_rounds", interrupt)
+        assert train(out, **CRASH) == 130
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("interrupted")
+    again = shlex.split(line.split("Continue with: ")[1])
+    assert again[:2] == ["perada", "train"]
+    assert again[-1] == "--resume"
+    assert cli.main(again[1:]) == 0
+    assert json.loads((out / "summary.json").read_text())["round"] == 2
+
+
+class Killed(BaseException):
+    """Ends a run where it stands, as a kill would: no handler of the product knows it."""
+
+
+CRASH = {"train__rounds": 2, "method__name": "perada-no-kd", "data__clients": 3, "run__eval_every": 2}
+
+
+def crash_points(monkeypatch: pytest.MonkeyPatch, out: Path, at: int | None) -> list[str]:
+    """Run to the end, or die before the `at`-th change of the disk that names a file; returns their names."""
+    seen: list[str] = []
+    real = {name: getattr(os, name) for name in ("replace", "link", "mkdir")}
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if str(out) in str(args[0]):
+                seen.append(f"{name} {Path(args[-1] if name != 'mkdir' else args[0]).name}")
+                if at is not None and len(seen) > at:
+                    raise Killed
+            return real[name](*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in real:
+            patch.setattr(os, name, counted(name))
+        if at is None:
+            train(out, **CRASH)
+        else:
+            with pytest.raises(Killed):
+                train(out, **CRASH)
+    return seen
+
+
+def test_a_kill_before_any_write_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is killed before each rename, link and folder in turn; --resume must end at the same bytes."""
+    whole = tmp_path / "whole"
+    points = crash_points(monkeypatch, whole, None)
+    assert len(points) > 15
+    begun = next(i for i, p in enumerate(points) if p == "replace config.toml") + 1
+    # Every fourth point, the renames of whole checkpoints always: each costs a run and a half.
+    chosen = [i for i in range(begun, len(points)) if i % 4 == 0 or "replace round" in points[i]]
+    for at in chosen:
+        out = tmp_path / f"crash-{at}"
+        crash_points(monkeypatch, out, at)
+        assert train(out, "--resume", **CRASH) == 0, points[at]
+        assert adapters(out) == adapters(whole), points[at]
+        assert without_clock(out) == without_clock(whole), points[at]
+        assert not list(out.rglob("*.part")), points[at]
+
+
+def test_a_run_that_is_finished_resumes_to_itself(uninterrupted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, rows = adapters(uninterrupted), without_clock(uninterrupted)
+    assert train(uninterrupted, "--resume", **PERADA) == 0
+    assert adapters(uninterrupted) == before
+    assert without_clock(uninterrupted) == rows
+
+
+def test_training_a_runs_config_again_gives_the_same_bytes(
+    uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "again"
+    assert cli.main(["train", str(uninterrupted / "config.toml"), "--out", str(out)]) == 0
+    assert_same_run(out, uninterrupted)
+    assert (out / "config.toml").read_bytes() == (uninterrupted / "config.toml").read_bytes()
+
+
+def test_more_rounds_on_resume_equal_a_longer_run(
+    uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "short"
+    assert train(out, **{**PERADA, "train__rounds": 4}) == 0
+    assert train(out, "--resume", **PERADA) == 0
+    assert_same_run(out, uninterrupted)
+    assert f"rounds = {ROUNDS}\n" in (out / "config.toml").read_text()
+
+
+def test_fewer_rounds_on_resume_are_refused_or_end_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stopped at round 3, never evaluated there, and now asked for two rounds."""
+    settings = {"method__name": "perada-no-kd", "run__eval_every": 10}
+    out = tmp_path / "run"
+    assert train(out, **settings, train__rounds=3) == 0
+    (out / "metrics.jsonl").unlink()  # as if it had been killed between the checkpoint and the evaluation
+    capsys.readouterr()
+    code = train(out, "--resume", **settings, train__rounds=2)
+    assert code in (0, 2)
+    config = (out / "config.toml").read_text()
+    # config.toml must go on describing the adapters beside it: they are those of three rounds.
+    assert "rounds = 3\n" in config
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--set", "train.lr=0.5"], "train.lr"),
+        (["--method", "fedavg"], "method.name"),
+        (["--seed", "9"], "run.seed"),
+        (["--set", "data.alpha=1.0"], "data.alpha"),
+        (["--set", "distill.guard=none"], "distill.guard"),
+        (["--set", "method.lam=3"], "method.lam"),
+    ],
+)
+def test_resuming_with_a_changed_setting_is_refused(
+    uninterrupted: Path, words: list[str], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = adapters(uninterrupted)
+    assert cli.main(["train", "digits", "--out", str(uninterrupted), "--resume", *words]) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: ")
+    assert key in stderr
+    assert adapters(uninterrupted) == before
+
+
+def test_resume_passes_over_a_damaged_checkpoint_with_a_warning(
+    uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    settings = {**PERADA, "train__rounds": 4}
+    assert train(out, **settings) == 0
+    wanted, rows = adapters(out), without_clock(out)
+    damage(out / "checkpoints" / "round-0004" / "broadcast.safetensors", "one bit")
+    capsys.readouterr()
+    assert train(out, "--resume", **settings) == 0
+    assert "round-0004 is damaged" in capsys.readouterr().err.replace("\n", " ")
+    assert adapters(out) == wanted
+    assert without_clock(out) == rows
+
+
+def test_metrics_of_rounds_that_are_trained_again_are_not_doubled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluated every round, saved every third: a kill after round 5 goes back to round 3."""
+    settings = {"method__name": "perada-no-kd", "train__rounds": 6, "run__checkpoint_every": 3}
+    out = tmp_path / "run"
+    with pytest.raises(Killed):
+        perada.train("digits", set=plain(settings), out=out, on_round=die_at(5))
+    assert [r["round"] for r in without_clock(out)] == [1, 2, 3, 4, 5]
+    assert train(out, "--resume", **settings) == 0
+    assert [r["round"] for r in without_clock(out)] == [1, 2, 3, 4, 5, 6]
+
+
+def plain(settings: dict[str, Any]) -> dict[str, Any]:
+    return {**SMALL, **{k.replace("__", "."): v for k, v in settings.items()}}
+
+
+def die_at(round: int) -> Any:
+    def on_round(progress: Any) -> None:
+        if progress.round == round:
+            raise Killed
+
+    return on_round
+
+
+def test_an_interruption_between_two_rounds_saves_the_last_one(tmp_path: Path) -> None:
+    def interrupt(progress: Any) -> None:
+        if progress.round == 2:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "run"
+    settings = plain({"method__name": "perada-no-kd", "train__rounds": 5, "run__checkpoint_every": 100})
+    with pytest.raises(KeyboardInterrupt):
+        perada.train("digits", set=settings, out=out, on_round=interrupt)
+    assert [p.name for p in (out / "checkpoints").iterdir()] == ["round-0002"]
+
+
+# What a run folder says.
+
+
+def test_a_summary_says_what_the_run_did(uninterrupted: Path) -> None:
+    summary = json.loads((uninterrupted / "summary.json").read_text())
+    last = json.loads((uninterrupted / "metrics.jsonl").read_text().splitlines()[-1])
+    for key in ("local_test", "local_val", "global_test", "global_model", "bytes_up", "bytes_down", "seconds"):
+        assert summary[key] == last[key]
+    for split in ("local_test", "local_val", "global_test"):
+        values = list(summary[split]["per_client"].values())
+        assert list(summary[split]["per_client"]) == [f"client-{m:02d}" for m in range(4)]
+        assert summary[split]["mean"] == pytest.approx(np.mean(values))
+        assert summary[split]["std"] == pytest.approx(np.std(values))
+    assert summary["parameters"]["communicated"] == 12330
+    assert summary["parameters"]["trained"] == 2 * 12330
+    assert summary["versions"]["torch"] == torch.__version__
+    assert summary["device"] == "cpu"
+    assert (uninterrupted / "report.html").is_file()
+
+
+def strict(text: str) -> Any:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_metrics_are_json_even_when_training_explodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """NaN and Infinity are Python's own and break every other reader."""
+    out = tmp_path / "run"
+    assert train(out, "--json", train__lr=1e30, train__rounds=1, distill__steps=2) == 0
+    found = capsys.readouterr()
+    assert "training stopped being finite" in found.err
+    for text in (found.out, (out / "metrics.jsonl").read_text(), (out / "summary.json").read_text()):
+        strict(text)
+
+
+@pytest.mark.parametrize("key", ["data__val", "data__test"])
+@pytest.mark.parametrize("method", ["perada", "fedavg"])
+def test_a_run_without_validation_or_test_data_is_trained_or_refused(
+    tmp_path: Path, key: str, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The guard has no judge and keeps the average; scores are n/a. A refusal is fine too, a traceback is not."""
+    code = train(tmp_path / "run", "--json", **{"method__name": method, key: 0.0, "train__rounds": 1})
+    found = capsys.readouterr()
+    if code == 2:
+        assert found.err.startswith("error: ")
+        return
+    assert code == 0
+    row = json.loads(found.out)
+    missing = "local_val" if key == "data__val" else "local_test"
+    assert row[missing]["mean"] is None
+    if method == "perada" and key == "data__val":
+        assert row["distill"]["guard_chose"] == 0
+
+
+# Weights that the config alone cannot make again travel with the run.
+
+
+@pytest.fixture
+def png(tmp_path: Path) -> Path:
+    path = tmp_path / "seven.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (8, 8), dtype=np.uint8)).save(path)
+    return path
+
+
+def test_a_weights_file_may_be_deleted_after_training(
+    tmp_path: Path, png: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = tmp_path / "mine.safetensors"
+    net = resnet("resnet8", 10, seed=5)
+    save_file({k: t for k, t in net.state_dict().items() if "num_batches" not in k}, given)
+    out = tmp_path / "run"
+    assert train(out, method__name="perada-no-kd", model__weights=str(given)) == 0
+    assert "47 tensors" in capsys.readouterr().err.replace("\n", " ")
+    kept = load_file(out / "backbone.safetensors")
+    assert torch.equal(kept["layer1.0.conv1.weight"], net.layer1[0].conv1.weight)
+    before = perada.load(out).predict("client-00", [png])
+    given.unlink()
+    assert perada.load(out).predict("client-00", [png]) == before
+    assert cli.main(["evaluate", str(out), "--json"]) == 0
+    assert train(out, "--resume", method__name="perada-no-kd", model__weights=str(given), train__rounds=3) == 0
+
+
+def test_weights_pretrained_with_fedavg_travel_with_the_run(
+    tmp_path: Path, png: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    settings = {"model__weights": "fedavg", "model__pretrain_rounds": 1, "method__name": "perada-no-kd"}
+    assert train(out, **settings) == 0
+    stderr = capsys.readouterr().err
+    assert "pretraining resnet8 with 1 rounds of FedAvg" in stderr.replace("\n", " ")
+    kept = load_file(out / "backbone.safetensors")
+    assert not torch.equal(kept["layer1.0.conv1.weight"], resnet("resnet8", 10, seed=0).layer1[0].conv1.weight)
+    assert perada.load(out).predict("client-00", [png])[0]["client"] == "client-00"
+    assert train(out, "--resume", **settings, train__rounds=3) == 0
+    assert "pretraining" not in capsys.readouterr().err, "the backbone of the folder serves, it is not made again"
+    again = tmp_path / "again"
+    assert cli.main(["train", str(out / "config.toml"), "--out", str(again)]) == 0
+    assert adapters(again) == adapters(out)
+
+
+def test_random_weights_come_from_the_seed_and_need_no_file(tmp_path: Path, png: Path) -> None:
+    found = {}
+    for seed in (0, 1):
+        out = tmp_path / f"run-{seed}"
+        settings = plain({"method__name": "perada-no-kd", "model__weights": "random", "train__rounds": 1})
+        run = perada.train("digits", set=settings, seed=seed, out=out)
+        assert not (out / "backbone.safetensors").exists()
+        found[seed] = run.model("client-00").state_dict()["layer1.0.conv1.weight"]
+        assert perada.load(out).predict("client-00", [png]) == run.predict("client-00", [png])
+    assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("method", ["standalone", "fedavg"])
+def test_full_model_methods_resume_to_the_same_bytes(
+    tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"method__name": method, "train__rounds": 4}
+    assert train(tmp_path / "whole", **settings) == 0
+    with pytest.raises(Killed):
+        perada.train("digits", set=plain(settings), out=tmp_path / "cut", device="cpu", on_round=die_at(2))
+    assert train(tmp_path / "cut", "--resume", **settings) == 0
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_the_default_folder_is_never_an_old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = plain({"method__name": "perada-no-kd", "train__rounds": 1})
+    paths = [str(perada.train("digits", set=settings).path) for _ in range(3)]
+    assert paths == ["runs/digits-perada-no-kd-0", "runs/digits-perada-no-kd-0-2", "runs/digits-perada-no-kd-0-3"]
+
+
+def test_resume_without_a_folder_takes_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "digits", *flags(method__name="perada-no-kd", train__rounds=1)]
+    assert cli.main(words) == 0
+    assert cli.main(words) == 0
+    words = ["train", "digits", *flags(method__name="perada-no-kd", train__rounds=2)]
+    assert cli.main([*words, "--resume"]) == 0
+    assert json.loads(Path("runs/digits-perada-no-kd-0-2/summary.json").read_text())["round"] == 2
+    assert json.loads(Path("runs/digits-perada-no-kd-0/summary.json").read_text())["round"] == 1
+
+
+def test_overwrite_replaces_a_run_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    settings = {"method__name": "perada-no-kd", "train__rounds": 1}
+    assert train(out, **settings) == 0
+    (out / "notes.txt").write_text("the user's own")
+    assert train(out, **settings) == 2
+    assert train(out, "--overwrite", **settings) == 2, "a folder with more than a run in it is not deleted"
+    assert (out / "notes.txt").exists()
+    (out / "notes.txt").unlink()
+    old = out / "checkpoints" / "round-0001" / "state.json"
+    before = old.stat().st_mtime_ns
+    assert train(out, "--overwrite", **settings) == 0
+    assert old.stat().st_mtime_ns > before
+
+
+def test_overwrite_without_out_replaces_the_default_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "digits", *flags(method__name="perada-no-kd", train__rounds=1)]
+    assert cli.main(words) == 0
+    assert cli.main([*words, "--overwrite"]) == 0
+    assert [p.name for p in Path("runs").iterdir()] == ["digits-perada-no-kd-0"]
+
+
+def test_a_full_disk_is_one_line_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, real = tmp_path / "run", os.link
+
+    def full(source: Any, target: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def full_copy(source: Any, target: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "link", full)
+    monkeypatch.setattr("shutil.copyfile", full_copy)
+    assert train(out, method__name="perada-no-kd", train__rounds=3) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("error: ")
+    assert "No space left on device" in lines[-1]
+    monkeypatch.setattr(os, "link", real)
+    monkeypatch.undo()
+    assert train(out, "--resume", method__name="perada-no-kd", train__rounds=3) == 0
+
+
+def test_small_is_the_run_that_the_flags_describe() -> None:
+    """The tests' two ways to say the same thing do."""
+    words = flags(**PERADA)
+    sets = [words[i + 1] for i in range(0, len(words), 2)]
+    parsed = dict(cli.parse_setting(s) for s in sets)
+    assert perada.config.resolve("digits", parsed) == small(**PERADA)
