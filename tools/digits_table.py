@@ -1,6 +1,7 @@
 """The `digits` table of the README: methods over seeds, paired differences with confidence intervals.
 
     python tools/digits_table.py --seeds 5 --jobs 2 --out docs/digits.json
+    python tools/digits_table.py --show docs/digits.json
 
 Each seed is another split AND another training (data.seed and run.seed). Nothing is chosen here: every row is
 the preset as it is, with the one change its name says.
@@ -74,8 +75,8 @@ def interval(differences: list[float]) -> tuple[float, float]:
 def table(found: list[dict[str, Any]], rows: list[str]) -> str:
     """Markdown: means ± std over seeds, then paired differences."""
     of = {row: sorted((f for f in found if f["row"] == row), key=lambda f: f["seed"]) for row in rows}
-    lines = ["| method | " + " | ".join(COLUMNS.values()) + " | guard accepted | training |"]
-    lines.append("| --- |" + " --- |" * (len(COLUMNS) + 2))
+    lines = ["| method | " + " | ".join(COLUMNS.values()) + " | guard accepted |"]
+    lines.append("| --- |" + " --- |" * (len(COLUMNS) + 1))
     for row in rows:
         cells = []
         for key in COLUMNS:
@@ -84,8 +85,7 @@ def table(found: list[dict[str, Any]], rows: list[str]) -> str:
         accepted, distilled = sum(f["accepted"] for f in of[row]), sum(f["distilled"] for f in of[row])
         guarded = ROWS[row].get("distill.guard") != "none"
         share = "–" if not distilled else f"{accepted} of {distilled} rounds" if guarded else "no guard"
-        seconds = np.median([f["seconds"] for f in of[row]])
-        lines.append(f"| {row} | " + " | ".join(cells) + f" | {share} | {seconds:.0f} s |")
+        lines.append(f"| {row} | " + " | ".join(cells) + f" | {share} |")
     lines += ["", "| paired difference (95% interval) | " + " | ".join(COLUMNS.values()) + " |"]
     lines.append("| --- |" + " --- |" * len(COLUMNS))
     pairs = [("perada", "standalone"), ("perada", "perada-no-kd"), ("perada, guard=none", "perada-no-kd")]
@@ -107,7 +107,12 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every row")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="write the numbers here as JSON")
+    parser.add_argument("--show", type=Path, help="print the table of such a file and train nothing")
     args = parser.parse_args()
+    if args.show:
+        found = json.loads(args.show.read_text())["results"]
+        print(table(found, list(dict.fromkeys(r for r in ROWS if any(f["row"] == r for f in found)))))
+        return
     from perada.config import parse_setting
 
     extra = dict(parse_setting(s) for s in args.set)
