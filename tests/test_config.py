@@ -181,3 +181,15 @@ def test_a_config_is_frozen() -> None:
     config = resolve("digits")
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.train.lr = 1.0  # type: ignore[misc]
+
+
+def test_a_file_may_build_on_a_preset(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('preset = "digits"\n[train]\nrounds = 7\n[method]\nname = "fedavg"\n')
+    assert resolve(str(path)) == resolve("digits", {"train.rounds": 7, "method.name": "fedavg"})
+    path.write_text('preset = "digit"\n')
+    with pytest.raises(InputError, match="did you mean 'digits'"):
+        resolve(str(path))
+    path.write_text('preset = "digits"\ntrain = 3\n')
+    with pytest.raises(InputError, match="must be a section"):
+        resolve(str(path))

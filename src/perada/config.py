@@ -108,9 +108,22 @@ def presets() -> dict[str, str]:
 
 
 def resolve(source: str = "digits", overrides: Mapping[str, Any] | None = None) -> Config:
-    """A preset's name or a TOML file, with `{"section.key": value}` laid over it. Paths become absolute."""
+    """A preset's name or a TOML file, with `{"section.key": value}` laid over it. Paths become absolute.
+
+    A file may begin with `preset = "digits"` and then need only say what differs.
+    """
     tables = _read(source)
     tables.pop("description", None)
+    if "preset" in tables:
+        own, base = tables, str(tables.pop("preset"))
+        if base not in presets():
+            raise unknown("preset", base, presets())
+        tables = _read(base)
+        del tables["description"]
+        for section, values in own.items():
+            if not isinstance(values, dict):
+                raise InputError(f"{source}: [{section}] must be a section, not a value")
+            tables[section] = {**tables.get(section, {}), **values}
     for key, value in (overrides or {}).items():
         section, dot, name = key.partition(".")
         if not dot:
