@@ -30,7 +30,7 @@ out, err = Console(), Console(stderr=True)
 Source = Annotated[
     str | None,
     typer.Argument(
-        metavar="[PRESET | FILE.toml]", help="a preset's name or a TOML file; default digits, or folder with --data"
+        metavar="PRESET | FILE.toml", help="a preset's name or a TOML file; default digits, or folder with --data"
     ),
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
@@ -66,7 +66,7 @@ def train_command(
     out_dir: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="default runs/PRESET-METHOD-SEED")
     ] = None,
-    device: Device | None = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue an unfinished run")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an existing run")] = False,
     as_json: AsJson = False,

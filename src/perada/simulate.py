@@ -221,7 +221,7 @@ def _check(config: Config, federation: Federation, method: Method) -> None:
         raise InputError(f"train.cohort={config.train.cohort} but there are {clients} clients: lower it")
     if not method.distils or not config.distill.steps:
         return
-    if config.distill.data == config.data.name:
+    if config.distill.data in (config.data.name, config.data.root):
         raise InputError(f"distill.data={config.distill.data} holds the clients' own images: choose other public data")
     if config.distill.guard == "clients" and not any(len(c.val) for c in federation.clients):
         raise InputError("distill.guard=clients needs validation data at a client: raise data.val, or use guard=none")
