@@ -91,8 +91,8 @@ class Run:
         return lanes.map(lambda t: t[at : at + 1])
 
     def model(self, client: str) -> nn.Module:
-        """A plain torch module in eval mode, personal adapter in place. Input: `normalise(images)`."""
-        return self.simulation.model.plain(self.state(client))
+        """A plain torch module on the CPU, in eval mode, personal adapter in place. Input: `normalise(images)`."""
+        return self.simulation.model.plain(self.state(client)).cpu()
 
     def normalise(self, images: Tensor) -> Tensor:
         """uint8 `[n, C, H, W]` -> what `model()` takes."""
@@ -118,9 +118,8 @@ class Run:
         channels = self.federation.images.shape[1]
         if channels == 1:
             pixels = np.rint(pixels.mean(1, keepdims=True)).astype(np.uint8)
-        sim = self.simulation
         with torch.no_grad():
-            logits = self.model(client)(self.normalise(torch.from_numpy(pixels).to(sim.model.device)))
+            logits = self.model(client)(self.normalise(torch.from_numpy(pixels)))
         found = logits.sigmoid() if self.federation.multilabel else logits.softmax(-1)
         names = self.federation.classes
         out = []
