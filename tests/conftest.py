@@ -5,7 +5,7 @@ import os
 # The promises tested here (byte-identity, float64 to 1e-9) are the CPU's; a GPU in the machine must not change them.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import torch  # noqa: E402
+import torch
 
 # The tests' tensors are tiny: two OpenMP threads that wait for each other on a busy machine made the lane
 # tests ten times slower than one thread. Byte-identity is promised for a fixed thread count, too.
