@@ -10,7 +10,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 def keep_memory() -> None:
     """Tell glibc's malloc to keep freed memory: a folded step frees and asks for the same hundreds of megabytes
-    again and again, and each time the kernel would clear the pages anew (15 to 25% of a step at 16 lanes).
+    again and again, and each time the kernel would clear the pages anew.
 
     It holds for the whole process, so programs call it, the library does not.
     """
