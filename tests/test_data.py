@@ -137,9 +137,9 @@ def test_a_smaller_alpha_makes_clients_less_alike() -> None:
 @pytest.mark.parametrize("alpha", [1e-6, 1e-100, 1e-300, 1e-320])
 def test_a_tiny_alpha_works_and_is_fast(alpha: float) -> None:
     """Gamma draws of so small an α are all zero in floating point: 0/0. 1e-320 is not even normal."""
-    start = time.monotonic()
+    start = time.process_time()  # not the wall's clock: other work on the machine is no fault
     counts = dirichlet_counts(np.full(10, 5000), 100, alpha, rng_of(0))
-    assert time.monotonic() - start < 20, "never a loop that hangs"
+    assert time.process_time() - start < 1
     assert counts.sum(0).tolist() == [5000] * 10
     assert counts.sum(1).min() >= 2
     assert counts.min() >= 0
@@ -167,7 +167,7 @@ def test_the_cap_makes_sizes_more_alike() -> None:
         cap: np.mean([dirichlet_counts(np.full(10, 100), 20, 0.05, rng_of(s), cap).sum(1).std() for s in range(60)])
         for cap in (True, False)
     }
-    assert spread[True] < 0.9 * spread[False]
+    assert spread[True] < 0.8 * spread[False]
 
 
 @pytest.mark.parametrize("clients", [900, 1797, 10**9])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from small import everything, small
 from torch import Tensor, nn
 
 import perada.trainer
-from perada.data.batches import ClientBatches, sample_stream, steps_of
-from perada.lanes import State, gather
+from perada.data.batches import ClientBatches, sample_stream
+from perada.lanes import Result, State, gather, sgd
 from perada.models import build_backbone
 from perada.simulate import Simulation, prepare
 
@@ -71,6 +72,7 @@ def test_the_rounds_that_were_compared_did_distil(one_at_a_time: dict[str, Simul
     """Had nothing been distilled or judged, the comparison would be one of plain averages."""
     guarded = one_at_a_time["perada, guarded"].now
     assert guarded.counters["distilled"] == 2
+    assert guarded.counters["accepted"] == 1, "one round with the student, one with the plain average"
     assert len(set(guarded.last["distill"]["guard_losses"])) == 3
     with_, without = (one_at_a_time[k].now.broadcast.params["fc.weight"] for k in ("perada", "perada-no-kd"))
     assert float((with_ - without).norm()) > 1e-3
@@ -78,17 +80,37 @@ def test_the_rounds_that_were_compared_did_distil(one_at_a_time: dict[str, Simul
 
 @pytest.mark.parametrize("method", ["perada", "standalone"])
 def test_float32_losses_of_twenty_steps_agree_for_any_grouping(method: str) -> None:
-    """Weights drift apart in float32 as in any reordering of sums; the losses must not."""
-    settings = {"method__name": method, "train__batch": 4, "train__epochs": 2, "train__lr": 0.005, "distill__steps": 0}
-    found = {}
-    for lanes in (0, 1, 3):
-        sim = prepare(small(**settings, run__lanes=lanes))
-        trainer = sim.trainer([0, 3])
-        assert min(steps_of(len(sim.federation.clients[c].train), 4, 2) for c in (0, 3)) >= 20
-        sim.method.client_update(trainer, sim.now.broadcast, gather(sim.now.kept, [0, 3]))
-        found[lanes] = trainer.losses
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
-    assert found[3] == pytest.approx(found[0], rel=1e-4)
+    """Rounding differs by grouping; over twenty steps no loss of any lane may show it.
+
+    Later a ReLU may flip on it and the runs part, in float32 alone: in float64 they agree to the last step.
+    """
+    traces: dict[tuple[str, int], Tensor] = {}
+    for precision in ("fp32", "fp64"):
+        for lanes in (0, 1, 3):
+            traces[precision, lanes] = training_losses(method, run__lanes=lanes, run__precision=precision)
+    assert min(int((~t.isnan()).sum(0).min()) for t in traces.values()) >= 20
+    for lanes in (1, 3):
+        found, wanted = traces["fp32", lanes][:20], traces["fp32", 0][:20]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=0)
+        found, wanted = traces["fp64", lanes], traces["fp64", 0]
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0, equal_nan=True)
+
+
+def training_losses(method: str, **set: Any) -> Tensor:
+    """The loss of every lane at every step of one round of two clients, `[steps, lanes]`."""
+    sim = prepare(small(method__name=method, train__batch=4, train__epochs=2, distill__steps=0, **set))
+    found: list[Tensor] = []
+
+    def listen(*args: Any, **kwargs: Any) -> Result:
+        result = sgd(*args, **kwargs)
+        found.append(result.trace)
+        return result
+
+    with mock.patch.object(perada.trainer, "sgd", listen):
+        sim.method.client_update(sim.trainer([0, 3]), sim.now.broadcast, gather(sim.now.kept, [0, 3]))
+    longest = max(len(t) for t in found)
+    padded = [torch.nn.functional.pad(t, (0, 0, 0, longest - len(t)), value=torch.nan) for t in found]
+    return torch.cat(padded, 1)
 
 
 # Against loops of ordinary torch, one client after another.
