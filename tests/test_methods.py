@@ -15,7 +15,7 @@ from perada.config import resolve
 from perada.data.batches import steps_of
 from perada.errors import InputError
 from perada.lanes import Gradient, State, gather
-from perada.methods import REGISTRY, check_upload, method_sizes, shared_group
+from perada.methods import REGISTRY, Parts, check_upload, method_sizes
 from perada.methods.perada import PerAda
 from perada.models import group_sizes
 from perada.simulate import prepare
@@ -27,7 +27,7 @@ def test_what_is_uploaded_is_what_is_declared(name: str) -> None:
     """Parameters and buffers counted on the upload itself, against the numbers `perada methods` prints."""
     sim = prepare(small(method__name=name))
     upload, _ = sim.method.client_update(sim.trainer([0, 1]), sim.now.broadcast, gather(sim.now.kept, [0, 1]))
-    shared = shared_group(sim.method, sim.model.groups)
+    shared = sim.method.parts.shared(sim.model.groups)
     assert upload.params.keys() == shared.params
     assert upload.buffers.keys() == shared.buffers
     sizes = method_sizes(name, "resnet8", 10)
@@ -47,7 +47,9 @@ def test_the_papers_sizes() -> None:
 class Leaky(PerAda):
     """Declares that the head stays and sends it all the same."""
 
-    withholds = "output"
+    @property
+    def parts(self) -> Parts:
+        return dataclasses.replace(PerAda().parts, withholds="output")
 
     def client_update(self, trainer: Trainer, w: State, v: State) -> tuple[State, State]:
         return PerAda.client_update(self, trainer, w, v)
@@ -67,7 +69,7 @@ def test_an_upload_of_what_is_withheld_stops_the_round() -> None:
 
 def test_a_withheld_group_is_not_counted_as_sent() -> None:
     sizes = group_sizes("resnet18", 10)
-    shared = shared_group(Leaky(), sizes.groups)
+    shared = Leaky().parts.shared(sizes.groups)
     assert sizes.parameters(shared) == 1_413_258 - 5_130
 
 

@@ -219,7 +219,7 @@ def update(sim: Simulation, lam: float = 1.0, kept: State | None = None) -> tupl
 
 def test_an_upload_is_the_shared_group_and_nothing_else(after_a_round: Simulation) -> None:
     upload, kept = update(after_a_round)
-    group = after_a_round.model.group(PerAda.shares or "")
+    group = after_a_round.model.group(PerAda().parts.shares or "")
     assert upload.params.keys() == group.params
     assert upload.buffers.keys() == group.buffers
     assert upload.lanes == kept.lanes == 4

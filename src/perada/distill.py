@@ -152,6 +152,7 @@ class Server:
     round: int
     seed: int
     score: Callable[[State], Tensor]  # candidates -> losses [candidates, judges], NaN where a judge has no data
+    clients: int = 1  # how many there are, sampled or not
     weights: Sequence[float] | None = None  # sample counts of the uploads, where weighting asks for them
     lanes_at_once: int = 0  # teachers in one pass; 0 is all
     log: dict[str, object] | None = None  # what the distillation did, for metrics.jsonl

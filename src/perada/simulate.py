@@ -18,7 +18,7 @@ from .distill import Server, chunks_of
 from .errors import InputError
 from .evaluate import logits_on, personal_scores, score
 from .lanes import LaneModel, State, gather, key_of, repeat, rng_of, scatter, stack
-from .methods import Judge, Method, check_upload
+from .methods import Finisher, Judge, Method, check_upload
 from .models import build_backbone, lane_model, load_into
 from .models.resnet import ResNet
 from .runs import Checkpoint, RunFolder, device_of
@@ -50,6 +50,7 @@ class Moment:
     counters: dict[str, int]
     last: dict[str, Any]  # what the round reported: training loss, distillation, failures
     changed: frozenset[int] = frozenset()  # clients changed since the last checkpoint
+    finished: bool = False  # whether the method's last stage is done, where it has one
 
 
 class Simulation:
@@ -61,9 +62,8 @@ class Simulation:
         self.config, self.federation, self.model, self.method = config, federation, model, method
         self.public = public
         server, broadcast, client = method.init(model)
-        kept = repeat(client, len(federation.clients))
         counters = {"bytes_up": 0, "bytes_down": 0, "distilled": 0, "accepted": 0}
-        self.now = Moment(0, server, broadcast, kept, counters, {})
+        self.now = Moment(0, server, broadcast, repeat(client, len(federation.clients)), counters, {})
         self.seconds = 0.0
         self.backbone: dict[str, Tensor] | None = None  # weights the config alone cannot make again
 
@@ -76,6 +76,8 @@ class Simulation:
     def step(self) -> None:
         """Train the cohort, update the server."""
         start, now = time.perf_counter(), self.now
+        if now.finished:  # more rounds than were planned: the last stage will be done again
+            self.now = now = replace(now, kept=State(), finished=False)
         clients = self.cohort(now.round)
         trainer = self.trainer(clients)
         upload, kept = self.method.client_update(trainer, now.broadcast, gather(now.kept, clients))
@@ -94,6 +96,20 @@ class Simulation:
             last=last,
             changed=now.changed | set(clients),
         )
+        self.seconds += time.perf_counter() - start
+
+    def finish(self) -> None:
+        """The method's last stage, at every client, where it has one."""
+        start, now, everybody = time.perf_counter(), self.now, range(len(self.federation.clients))
+        if isinstance(self.method, Finisher) and not now.finished:
+            trainer = self.trainer(everybody)
+            kept = self.method.finish(trainer, now.broadcast, now.kept)
+            down = now.counters["bytes_down"] + now.broadcast.bytes_per_lane() * len(everybody)
+            last = {**now.last, "failed": sorted(trainer.failed)} if trainer.failed else now.last
+            counters = {**now.counters, "bytes_down": down}
+            self.now = replace(
+                now, kept=kept, counters=counters, last=last, changed=frozenset(everybody), finished=True
+            )
         self.seconds += time.perf_counter() - start
 
     def _count(self, upload: State, broadcast: State, log: dict[str, Any] | None, clients: int) -> dict[str, int]:
@@ -132,6 +148,7 @@ class Simulation:
             self.now.round,
             self.config.run.seed,
             judge,
+            len(self.federation.clients),
             weights,
             self.config.run.lanes,
         )
@@ -165,7 +182,7 @@ class Simulation:
     def save(self, folder: RunFolder) -> None:
         now = self.now
         clients = [now.kept.map(lambda t, m=m: t[m : m + 1]) for m in range(now.kept.lanes)]  # type: ignore[misc]
-        note = {"counters": now.counters, "last": now.last, "seconds": self.seconds}
+        note = {"counters": now.counters, "last": now.last, "seconds": self.seconds, "finished": now.finished}
         folder.save(Checkpoint(now.round, now.server, now.broadcast, clients, note), now.changed)
         self.now = replace(now, changed=frozenset())
 
@@ -178,7 +195,13 @@ class Simulation:
         kept = stack(*map(here, saved.clients)) if saved.clients else State()
         note = saved.note
         self.now = Moment(
-            saved.round, here(saved.server), here(saved.broadcast), kept, dict(note["counters"]), dict(note["last"])
+            saved.round,
+            here(saved.server),
+            here(saved.broadcast),
+            kept,
+            dict(note["counters"]),
+            dict(note["last"]),
+            finished=note["finished"],
         )
         self.seconds = float(note["seconds"])
 
@@ -207,8 +230,8 @@ def prepare(
     _check(config, federation, method)
     public = _public(config, federation, method, device, dtype)
     net = _backbone(config, federation, backbone, say, pretrain)
-    adapter = config.model.adapter if method.adapters else None
-    model = lane_model(net, method.trains, adapter, config.model.dropout, config.run.seed)
+    adapter = config.model.adapter if method.parts.adapters else None
+    model = lane_model(net, method.parts.trains, adapter, config.model.dropout, config.run.seed)
     sim = Simulation(config, federation, model.to(device, dtype), method, public)
     if config.model.weights not in ("embedded", "random"):
         sim.backbone = {k: t for k, t in net.state_dict().items() if not k.endswith("num_batches_tracked")}
@@ -217,9 +240,11 @@ def prepare(
 
 def _check(config: Config, federation: Federation, method: Method) -> None:
     clients = len(federation.clients)
+    if method.parts.own_step and config.train.momentum:
+        raise InputError(f"{config.method_name} has its own step, without momentum: --set train.momentum=0")
     if config.train.cohort > clients:
         raise InputError(f"train.cohort={config.train.cohort} but there are {clients} clients: lower it")
-    if not method.distils or not config.distill.steps:
+    if not method.parts.distils or not config.distill.steps:
         return
     if config.distill.data in (config.data.name, config.data.root):
         raise InputError(f"distill.data={config.distill.data} holds the clients' own images: choose other public data")
@@ -245,7 +270,7 @@ class Chunks(Sequence[Tensor]):
 def _public(
     config: Config, federation: Federation, method: Method, device: torch.device, dtype: torch.dtype
 ) -> Sequence[Tensor]:
-    if not method.distils or config.distill.steps == 0:
+    if not method.parts.distils or config.distill.steps == 0:
         return []
     images = public_images(config.distill.data, config.data.size)
     if images is None:
@@ -304,6 +329,10 @@ def run(
     try:
         while True:
             at = sim.now.round
+            if at == last and not sim.now.finished:
+                sim.finish()
+                if sim.now.finished:
+                    sim.save(folder)
             due = at == last or (at and at % options.eval_every == 0)
             if due and at not in rows:  # it may be there already: the run was stopped just after it
                 rows[at] = sim.evaluate()

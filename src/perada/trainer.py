@@ -13,7 +13,7 @@ from torch import Tensor
 from .data.batches import ClientBatches, steps_of
 from .data.federation import Federation
 from .evaluate import logits_on
-from .lanes import Batches, LaneModel, Options, Pull, Result, State, Update, gather, loop, sgd, stack
+from .lanes import Batches, Group, LaneModel, Options, Pull, Result, State, Update, gather, loop, sgd, stack
 
 
 @dataclass(frozen=True)
@@ -68,26 +68,30 @@ class Trainer:
         self,
         lanes: State,
         *,
+        of: Group | None = None,
         pull: tuple[State, float | Sequence[float]] | None = None,
         lr: float | Sequence[float] | None = None,
         epochs: int | Sequence[int] | None = None,
     ) -> State:
         """Train `lanes`: one copy a client, or several stacked (all clients' first copies, then the second, ...).
 
-        `pull=(centre, strength)` adds `strength · (p − centre)` to the gradient. strength, lr and epochs are
-        one number, or one for each copy.
+        `of` is the group that is trained, the rest stays as it is (running statistics too); nothing in it,
+        nothing done. `pull=(centre, strength)` adds `strength · (p − centre)` to the gradient. strength, lr
+        and epochs are one number, or one for each copy. A second call in a round sees the same mini-batches.
         """
+        if of is not None and not of.params & lanes.params.keys():
+            return lanes
         copies = self._copies(lanes)
         rates = self._per_lane(self.options.lr if lr is None else lr, copies)
         strength = self._per_lane(pull[1], copies) if pull else []
-        options = Options(self.options.momentum, self.options.weight_decay, self.options.clip or None)
+        options = self._options()
 
         def work(part: tuple[State, ...], batches: Batches, steps: list[int], at: list[int]) -> Result:
             towards = None
             if pull:
                 centre = pull[0] if pull[0].lanes == 1 else gather(pull[0], at)
                 towards = Pull(centre, [strength[k] for k in at])
-            return sgd(self.model, part[0], batches, sample_loss, [rates[k] for k in at], steps, towards, options)
+            return sgd(self.model, part[0], batches, sample_loss, [rates[k] for k in at], steps, towards, options, of)
 
         return self._train((lanes,), epochs, work)[0]
 
@@ -96,11 +100,13 @@ class Trainer:
     ) -> tuple[State, ...]:
         """A method's own step instead of SGD's, on the same mini-batches: see `lanes.loop`.
 
-        Numbers that differ by lane belong in a state: a cohort may be trained in groups of lanes.
+        Numbers that differ by lane belong in a state: a cohort may be trained in groups of lanes. The gradients
+        are clipped and decayed as `[train]` says; momentum is the step's own affair.
         """
+        options = self._options()
 
         def work(part: tuple[State, ...], batches: Batches, steps: list[int], at: list[int]) -> Result:
-            return loop(self.model, part, batches, sample_loss, steps, update)
+            return loop(self.model, part, batches, sample_loss, steps, update, options)
 
         return self._train(states, epochs, work)
 
@@ -129,6 +135,9 @@ class Trainer:
             means += result.trace.nanmean(0).tolist()
         self.losses = means[-len(self.clients) :]
         return tuple(stack(*part) for part in zip(*parts, strict=True))
+
+    def _options(self) -> Options:
+        return Options(self.options.momentum, self.options.weight_decay, self.options.clip or None)
 
     def _copies(self, lanes: State) -> int:
         copies, rest = divmod(lanes.lanes, len(self.clients))

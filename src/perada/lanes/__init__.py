@@ -13,9 +13,9 @@ from .layers import (
     Norm,
     ResidualAdapter,
 )
-from .model import NOTHING, Group, LaneModel
+from .model import NOTHING, Group, LaneModel, divide
 from .random import fold, key_of, rng_of, uniform
-from .state import State, gather, mean, merge, repeat, scatter, split, stack
+from .state import State, gather, join, mean, merge, mix, part, repeat, scale, scatter, split, stack
 from .train import Batch, Batches, Gradient, Loss, Options, Pull, Result, Update, loop, sgd
 
 __all__ = [
@@ -40,14 +40,19 @@ __all__ = [
     "Update",
     "adapt",
     "default_groups",
+    "divide",
     "fold",
     "gather",
+    "join",
     "key_of",
     "loop",
     "mean",
     "merge",
+    "mix",
+    "part",
     "repeat",
     "rng_of",
+    "scale",
     "scatter",
     "sgd",
     "split",

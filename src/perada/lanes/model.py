@@ -28,6 +28,12 @@ class Group:
 NOTHING = Group(frozenset(), frozenset())
 
 
+def divide(state: State, group: Group) -> tuple[State, State]:
+    """The part of a state that lies in the group, and the rest."""
+    inside = state.only(group.params, group.buffers)
+    return inside, state.only(state.params.keys() - group.params, state.buffers.keys() - group.buffers)
+
+
 class LaneModel:
     """Frozen weights inside, lanes from outside: `model(state, images)`.
 

@@ -113,6 +113,34 @@ def merge(*states: State) -> State:
     return State(params, buffers)
 
 
+def join(**parts: State) -> State:
+    """Several states of equal K as one, to be kept or sent together: `join(h=a, w=b)` has names `h/...`, `w/...`."""
+    named = [
+        State({f"{key}/{n}": t for n, t in s.params.items()}, {f"{key}/{n}": t for n, t in s.buffers.items()})
+        for key, s in parts.items()
+    ]
+    return merge(*named)
+
+
+def part(state: State, key: str) -> State:
+    """One of the states that were joined."""
+    start = f"{key}/"
+    return State(
+        {n.removeprefix(start): t for n, t in state.params.items() if n.startswith(start)},
+        {n.removeprefix(start): t for n, t in state.buffers.items() if n.startswith(start)},
+    )
+
+
+def scale(tensor: Tensor, by: Tensor) -> Tensor:
+    """`[K, ...]` with each lane multiplied by its own number; `by` is `[K]` or `[K, 1]`."""
+    return tensor * by.view(-1, *([1] * (tensor.dim() - 1)))
+
+
+def mix(a: State, b: State, share: Tensor) -> State:
+    """`share · a + (1 − share) · b`, lane by lane; `share` is `[K]` or `[K, 1]`."""
+    return _zip([a, b], lambda pair: scale(pair[0], share) + scale(pair[1], 1 - share))
+
+
 def mean(state: State, weights: Sequence[float] | None = None) -> State:
     """The mean over lanes as one lane; `weights` (one a lane) are normalised to sum to one."""
     if weights is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .model import LaneModel
+from .model import Group, LaneModel
 from .state import State, gather
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -61,25 +61,32 @@ class Result:
 class Gradient:
     """One step's mini-batch of k lanes: `gradient(state)` may be asked as often as a method needs it."""
 
-    def __init__(self, model: LaneModel, batch: Batch, loss: Loss, lanes: Tensor) -> None:
-        self.model, self.batch, self.loss = model, batch, loss
+    def __init__(self, model: LaneModel, batch: Batch, loss: Loss, lanes: Tensor, options: Options) -> None:
+        self.model, self.batch, self.loss, self.options = model, batch, loss, options
         self.lanes = lanes  # int64 [k], which lanes these are
         self.losses: Tensor | None = None  # [k], of the first call
         self.finite = torch.ones(lanes.shape, dtype=torch.bool, device=lanes.device)
 
-    def __call__(self, state: State) -> tuple[dict[str, Tensor], State]:
-        """Gradients of the lanes' mean losses, and the state with its running statistics brought up to date."""
+    def __call__(self, state: State, of: Group | None = None) -> tuple[dict[str, Tensor], State]:
+        """Gradients of the lanes' mean losses, clipped and with weight decay, and the state with its running
+        statistics brought up to date. `of` leaves out all that is not in this group, statistics too."""
         params = {n: p.detach() for n, p in state.params.items()}
-        names = [n for n in params if n not in self.model.inert]
+        names = [n for n in params if n not in self.model.inert and (of is None or n in of.params)]
         leaves = [params[n].requires_grad_() for n in names]
         fresh = State(params, {n: b.clone() for n, b in state.buffers.items()})
         logits = self.model(fresh, self.batch.images, norm="train", dropout=self.batch.keys)
         losses = (self.loss(logits, self.batch.targets) * self.batch.weights).mean(1)
-        grads = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
+        grads = dict(zip(names, torch.autograd.grad(losses.sum(), leaves, materialize_grads=True), strict=True))
         losses = losses.detach()
         self.finite &= losses.isfinite()
         self.losses = losses if self.losses is None else self.losses
-        return dict(zip(names, grads, strict=True)), State(state.params, fresh.buffers)
+        with torch.no_grad():
+            if self.options.clip is not None:
+                grads = _clipped(grads, self.options.clip)
+            if self.options.weight_decay:
+                grads = {n: g + self.options.weight_decay * params[n] for n, g in grads.items()}
+        buffers = {n: b if of is None or n in of.buffers else state.buffers[n] for n, b in fresh.buffers.items()}
+        return grads, State(state.params, buffers)
 
 
 Update = Callable[[Gradient, tuple[State, ...]], tuple[State, ...]]
@@ -95,7 +102,7 @@ def loop(
     loss: Loss,
     steps: Sequence[int],
     update: Update,
-    widths: tuple[int, ...] | None = None,
+    options: Options = Options(),
 ) -> Result:
     """Take lane k of all states through `steps[k]` updates. `start` is not changed.
 
@@ -113,8 +120,8 @@ def loop(
     finite = torch.ones(lanes, dtype=torch.bool, device=model.device)
     for step in range(trace.shape[0]):
         active = int((counts > step).sum())
-        width = _width(active, lanes, widths)
-        gradient = Gradient(model, batches(step, order[:width]), loss, order[:width])
+        width = _width(active, lanes, options.widths)
+        gradient = Gradient(model, batches(step, order[:width]), loss, order[:width], options)
         old = tuple(s.map(lambda t, w=width: t[:w]) for s in states)  # type: ignore[misc]
         with torch.enable_grad():
             new = update(gradient, old)
@@ -139,8 +146,12 @@ def sgd(
     steps: Sequence[int],
     pull: Pull | None = None,
     options: Options = Options(),
+    of: Group | None = None,
 ) -> Result:
-    """Train lane k for `steps[k]` steps of size `lr[k]`: gradient, clipping, decay, pull, momentum, in this order."""
+    """Train lane k for `steps[k]` steps of size `lr[k]`: gradient, clipping, decay, pull, momentum, in this order.
+
+    `of` names the group that is trained; the rest of a lane stays as it is, running statistics too.
+    """
     first = next(iter(start.params.values()))
     _one_each(start.lanes, lr=lr, **({"pull strength": pull.strength} if pull else {}))
     rates = torch.tensor(lr, dtype=first.dtype, device=first.device)
@@ -151,15 +162,11 @@ def sgd(
 
     def update(gradient: Gradient, states: tuple[State, ...]) -> tuple[State, ...]:
         state, speed, towards = states[0], states[1], centre if shared else states[2]
-        grads, state = gradient(state)
+        grads, state = gradient(state, of)
         with torch.no_grad():
-            if options.clip is not None:
-                grads = _clipped(grads, options.clip)
             params, speeds = dict(state.params), dict(speed.params)
             for name, g in grads.items():
                 p = params[name]
-                if options.weight_decay:
-                    g = g + options.weight_decay * p
                 if pull:
                     g = g + _like(strength[gradient.lanes], p) * (p - towards.params[name])
                 if options.momentum:
@@ -168,7 +175,7 @@ def sgd(
         return State(params, state.buffers), State(speeds), states[2]
 
     begin = (start, velocity, State() if shared else centre)
-    done = loop(model, begin, batches, loss, steps, update, options.widths)
+    done = loop(model, begin, batches, loss, steps, update, options)
     return replace(done, states=done.states[:1])
 
 

@@ -13,32 +13,28 @@ CVPR 2024, Algorithm 1. With u the frozen backbone, for each sampled client m:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from torch import Tensor
 
 from ..distill import Server
 from ..lanes import LaneModel, State, mean, repeat, split, stack
 from ..trainer import Trainer
+from .contract import Parts, not_negative
 
 
 @dataclass(frozen=True)
 class PerAda:
-    lam: float = 1.0  # λ
+    lam: float = field(default=1.0, metadata={"grid": (0.1, 1.0)})  # λ
     personal_epochs: int = 0  # epochs of the S personal steps; 0: as train.epochs
     personal_lr: float = 0.0  # η_p; 0: as train.lr
     distils: bool = field(default=True, metadata={"fixed": True})  # the registry's choice, not a setting
 
-    adapters: ClassVar[bool] = True
-    trains: ClassVar[str] = "adapter"
-    copies: ClassVar[int] = 2
-    shares: ClassVar[str | None] = "adapter"
-    withholds: ClassVar[str | None] = None
-
     def __post_init__(self) -> None:
-        for name in ("lam", "personal_epochs", "personal_lr"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        not_negative(self, "lam", "personal_epochs", "personal_lr")
+
+    @property
+    def parts(self) -> Parts:
+        return Parts(trains="adapter", copies=2, shares="adapter", adapters=True, distils=self.distils)
 
     def init(self, model: LaneModel) -> tuple[State, State, State]:
         return model.initial(), model.initial(), model.initial()  # w at the server, w sent, v_m kept

@@ -1,6 +1,8 @@
 """Standalone: every client trains its own full model and speaks to nobody.
 
-It trains whenever it would have been sampled, so that it spends the same client epochs as other methods.
+    v ← v − η ∇L_m(v)          E epochs whenever the client would have been sampled
+
+so that it spends the same client epochs as other methods.
 """
 
 from __future__ import annotations
@@ -11,16 +13,12 @@ from typing import ClassVar
 from ..distill import Server
 from ..lanes import LaneModel, State
 from ..trainer import Trainer
+from .contract import Parts
 
 
 @dataclass(frozen=True)
 class Standalone:
-    adapters: ClassVar[bool] = False
-    distils: ClassVar[bool] = False
-    trains: ClassVar[str] = "full"
-    copies: ClassVar[int] = 1
-    shares: ClassVar[str | None] = None
-    withholds: ClassVar[str | None] = None
+    parts: ClassVar[Parts] = Parts(shares=None)
 
     def init(self, model: LaneModel) -> tuple[State, State, State]:
         return State(), State(), model.initial()

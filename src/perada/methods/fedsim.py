@@ -1,0 +1,43 @@
+"""FedSim: a part of the model is personal; both parts are trained at once.
+
+Pillutla et al., "Federated Learning with Partial Model Personalization", ICML 2022, Algorithm 1 with
+LocalSim (Algorithm 3). With u the shared part and v_m the personal one (input layers, head or adapters):
+
+    v ← v − γ ∇_v F_m(u, v)   and   u ← u − γ ∇_u F_m(u, v)     both gradients at the same (u, v), τ steps
+    u ← mean_m u_m                                              at the server; v_m stays with the client
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..distill import Server
+from ..lanes import NOTHING, LaneModel, State, divide, mean, merge, repeat
+from ..trainer import Trainer
+from .contract import Parts
+
+
+@dataclass(frozen=True)
+class FedSim:
+    own: str | None = field(default="output", metadata={"fixed": True})  # the personal group: the registry's choice
+
+    @property
+    def parts(self) -> Parts:
+        if self.own == "adapter_modules":
+            return Parts(trains="everything", shares="everything", withholds=self.own, adapters=True)
+        return Parts(withholds=self.own)
+
+    def init(self, model: LaneModel) -> tuple[State, State, State]:
+        v, u = divide(model.initial(), model.group(self.own) if self.own else NOTHING)
+        return State(), u, v
+
+    def client_update(self, trainer: Trainer, u: State, v: State) -> tuple[State, State]:
+        lanes = trainer.sgd(merge(repeat(u, len(trainer.clients)), v))
+        v, u = divide(lanes, trainer.model.group(self.own) if self.own else NOTHING)
+        return u, v
+
+    def server_update(self, server: Server, state: State, u: State) -> tuple[State, State]:
+        return state, mean(u, server.weights)
+
+    def personal(self, u: State, v: State) -> State:
+        return merge(repeat(u, v.lanes), v) if v.lanes else u

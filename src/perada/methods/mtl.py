@@ -1,0 +1,45 @@
+"""MTL: multi-task learning, every client's model pulled towards the mean of all models.
+
+Evgeniou & Pontil, "Regularized Multi-Task Learning", KDD 2004, section 2.1, whose optimum is the penalty
+`Σ_m ‖v_m − v̄‖²` on the distance to the mean (their Lemma 2.2); the mean-regularised case of Smith et al.,
+"Federated Multi-Task Learning", NeurIPS 2017, Eq. (1), as federated papers use it:
+
+    min_{v_1..v_M} Σ_m L_m(v_m) + λ/2 ‖v_m − v̄‖²
+    v ← v − η (∇L_m(v) + λ (v − v̄))      at each sampled client, from its own v_m
+    v̄ ← mean_m v_m                       at the server, over the sampled clients
+
+The regulariser needs the mean of the clients' models, so here, and only here, a personal model leaves its client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ..distill import Server
+from ..lanes import LaneModel, State, mean
+from ..trainer import Trainer
+from .contract import Parts, not_negative
+
+
+@dataclass(frozen=True)
+class MTL:
+    lam: float = field(default=1.0, metadata={"grid": (0.1, 1.0)})  # λ
+
+    parts: ClassVar[Parts] = Parts()
+
+    def __post_init__(self) -> None:
+        not_negative(self, "lam")
+
+    def init(self, model: LaneModel) -> tuple[State, State, State]:
+        return State(), model.initial(), model.initial()
+
+    def client_update(self, trainer: Trainer, average: State, v: State) -> tuple[State, State]:
+        v = trainer.sgd(v, pull=(average, self.lam))
+        return v, v
+
+    def server_update(self, server: Server, state: State, v: State) -> tuple[State, State]:
+        return state, mean(v, server.weights)
+
+    def personal(self, average: State, v: State) -> State:
+        return v
