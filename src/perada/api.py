@@ -161,10 +161,14 @@ def default_source(data: str | None) -> str:
     return "digits" if data is None else "folder"
 
 
+def source_name(source: str) -> str:
+    """A preset's name, or a file's without its ending."""
+    return Path(source).stem if source.endswith(".toml") else source
+
+
 def default_out(source: str, config: Config) -> Path:
     """`runs/digits-perada-0`; a run that is there already is not touched (see `train`)."""
-    name = Path(source).stem if source.endswith(".toml") else source
-    return Path("runs") / f"{name}-{config.method_name}-{config.run.seed}"
+    return Path("runs") / f"{source_name(source)}-{config.method_name}-{config.run.seed}"
 
 
 def train(
@@ -178,31 +182,37 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    federation: Federation | None = None,
     on_round: Callable[[Progress], None] = lambda progress: None,
     say: Say = lambda text: None,
 ) -> Run:
-    """Train a preset or a TOML file; the same keys as on the command line."""
+    """Train a preset or a TOML file; the same keys as on the command line.
+
+    `federation` saves loading the same data again, where several runs share them.
+    """
     source = source or default_source(data)
     overrides = dict(set or {})
     for key, value in (("method.name", method), ("data.root", data), ("run.seed", seed), ("run.device", device)):
         if value is not None:
             overrides[key] = value
     if resume:
-        run, sim = _resume(source, overrides, out, say, on_round)
+        run, sim = _resume(source, overrides, out, federation, say, on_round)
     else:
         config = resolve(source, overrides)
         path = Path(out) if out is not None else default_out(source, config)
-        path = path if out is not None or overwrite else _free(path)
+        path = path if out is not None or overwrite else free_path(path)
         RunFolder.check(path, overwrite)
         new = _Folder(path, config, overwrite)
         # Everything that can be refused is refused before a folder is made.
-        sim = prepare(config, say=say, pretrain=lambda inner: _pretrain(inner, new.made, on_round))
+        sim = prepare(
+            config, say=say, federation=federation, pretrain=lambda inner: _pretrain(inner, new.made, on_round)
+        )
         run = Run(new.made, config)
     if sim.backbone is not None and run.folder.backbone is None:
         run.folder.save_backbone(sim.backbone)
     # The run is at its newest checkpoint: no need to read that again.
     run.__dict__.update(simulation=sim, federation=sim.federation)
-    with _saved(run.path):
+    with resumable(run.path):
         _finish(run, run_rounds(sim, run.folder, on_round))
     return run
 
@@ -224,14 +234,14 @@ def _pretrain(inner: Simulation, folder: RunFolder, on_round: Callable[[Progress
     saved, _ = home.load()
     if saved is not None:
         inner.restore(saved)
-    with _saved(folder.path):
+    with resumable(folder.path):
         run_rounds(inner, home, lambda p: on_round(replace(p, stage="pretraining")))
     shutil.rmtree(home.checkpoints)  # its result is backbone.safetensors; its metrics.jsonl stays
 
 
 @contextmanager
-def _saved(path: Path) -> Iterator[None]:
-    """What goes wrong in here leaves a run that can be resumed: say so."""
+def resumable(path: Path, command: str = "perada train") -> Iterator[None]:
+    """What goes wrong in here leaves something that can be resumed: say so."""
     try:
         yield
     except Interrupted:
@@ -241,11 +251,11 @@ def _saved(path: Path) -> Iterator[None]:
     except (OSError, MemoryError, torch.OutOfMemoryError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RunError(
-            f"{reason}; the last finished round is saved: mend it, then perada train --out {path} --resume"
+            f"{reason}; the last finished round is saved: mend it, then {command} --out {path} --resume"
         ) from error
 
 
-def _free(path: Path) -> Path:
+def free_path(path: Path) -> Path:
     """`path`, or the first of path-2, path-3, ... that does not exist."""
     return next(p for n in count(1) if not (p := path if n == 1 else Path(f"{path}-{n}")).exists())
 
@@ -254,6 +264,7 @@ def _resume(
     source: str,
     overrides: dict[str, Any],
     out: str | Path | None,
+    federation: Federation | None,
     say: Say,
     on_round: Callable[[Progress], None],
 ) -> tuple[Run, Simulation]:
@@ -271,7 +282,7 @@ def _resume(
         say(line)
     if saved is not None and saved.round > config.train.rounds:
         raise InputError(f"{path} has {saved.round} rounds already: train.rounds={config.train.rounds} would undo some")
-    sim = prepare(config, folder.backbone, say, pretrain=lambda inner: _pretrain(inner, folder, on_round))
+    sim = prepare(config, folder.backbone, say, federation, pretrain=lambda inner: _pretrain(inner, folder, on_round))
     if saved is not None:
         sim.restore(saved)
     write_atomic(path / "config.toml", config.toml().encode())
@@ -311,5 +322,8 @@ def _finish(run: Run, row: dict[str, Any]) -> None:
         summary["pretrain"] = {k: pretrained[-1][k] for k in ("round", "bytes_up", "bytes_down", "seconds")}
     if run.config.run.shifts:
         summary["shifted"] = run.evaluate(["shifted"])["shifted"].as_dict()
+        if summary["global_model"]:
+            found = shifted_scores(sim.model, sim.now.broadcast, sim.federation, "shifted")
+            summary["global_model"] |= {"shifted": found.as_dict()["mean"]}
     run.folder.write_json("summary.json", summary)
     write_report([run], run.path / "report.html")

@@ -5,17 +5,27 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-from . import __version__, tables
+from . import __version__, standings, tables
 from .api import Run, default_source, load, train
-from .config import parse_setting, presets, resolve
+from .compare import compare
+from .config import parse_grid, parse_setting, presets, resolve
 from .errors import InputError, Interrupted, RunError
 from .memory import keep_memory
 from .methods import REGISTRY, method_sizes
@@ -23,6 +33,7 @@ from .models import count_groups
 from .report import write_report
 from .runs import device_of
 from .simulate import Progress as RoundProgress
+from .tune import tune
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 out, err = Console(), Console(stderr=True)
@@ -35,6 +46,7 @@ Source = Annotated[
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="section.key=value, repeatable")]
+Methods = Annotated[str | None, typer.Option(metavar="A,B,C | all", help="default all")]
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 DataPath = Annotated[str | None, typer.Option("--data", metavar="PATH", help="your own images: site/class/image.png")]
@@ -74,19 +86,7 @@ def train_command(
     """Train one method: a personalised model for every client."""
     if resume and overwrite:
         raise InputError("--resume continues a run and --overwrite replaces it: choose one")
-    bar = _bar()
-    task = bar.add_task("training", total=None)
-    try:
-
-        def on_round(p: RoundProgress) -> None:
-            bar.start()  # not before everything that can be refused has been
-            for name in p.failed:
-                bar.console.print(
-                    f"warning: {name}: training stopped being finite in round {p.round}; kept its last state"
-                )
-            shown = _caption(p.metrics) if p.metrics else p.stage if p.round == 0 else None
-            bar.update(task, description=shown, total=p.rounds, completed=p.round)
-
+    with _watched("train") as watch:
         run = train(
             source,
             method=method,
@@ -97,17 +97,9 @@ def train_command(
             out=out_dir,
             resume=resume,
             overwrite=overwrite,
-            on_round=on_round,
-            say=lambda text: err.print(text, highlight=False, soft_wrap=True),
+            on_round=watch.round,
+            say=_say,
         )
-    except Interrupted as stop:  # typer would swallow its words
-        bar.stop()
-        again = f"perada train --out {shlex.quote(str(stop.path))} --resume"
-        print(f"{stop}. Continue with: {again}", file=sys.stderr)
-        raise typer.Exit(130) from stop
-    finally:
-        if bar.live.is_started:
-            bar.stop()
     if as_json:
         _print_json({"run": str(run.path), "report": str(run.path / "report.html"), **run.summary})
         return
@@ -115,25 +107,138 @@ def train_command(
     out.print(f"run      {run.path}\nreport   {run.path / 'report.html'}", highlight=False, soft_wrap=True)
 
 
-def _bar() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rounds"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=err,
-    )
+def _say(text: str) -> None:
+    err.print(text, highlight=False, soft_wrap=True)
+
+
+class _Watch:
+    """The progress of one run, or of several."""
+
+    def __init__(self) -> None:
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[unit]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=err,
+        )
+        self.all: TaskID | None = None
+        self.rounds = self.bar.add_task("training", total=None, unit="rounds")
+
+    def run(self, at: int, total: int, name: str) -> None:
+        """Another run begins: `at` of `total` are done."""
+        if self.all is None:
+            self.all = self.bar.add_task("", total=total, unit="runs")
+        self.bar.update(self.all, description=name, completed=at)
+        self.bar.reset(self.rounds, description="training")
+
+    def round(self, p: RoundProgress) -> None:
+        self.bar.start()  # not before everything that can be refused has been
+        for name in p.failed:
+            self.bar.console.print(
+                f"warning: {name}: training stopped being finite in round {p.round}; kept its last state"
+            )
+        shown = _caption(p.metrics) if p.metrics else p.stage if p.round == 0 else None
+        self.bar.update(self.rounds, description=shown, total=p.rounds, completed=p.round)
+
+
+@contextmanager
+def _watched(command: str) -> Iterator[_Watch]:
+    """A progress bar around long work; an interruption ends with the line that resumes it."""
+    watch = _Watch()
+    try:
+        yield watch
+    except Interrupted as stop:  # typer would swallow its words
+        watch.bar.stop()
+        again = f"perada {command} --out {shlex.quote(str(stop.path))} --resume"
+        print(f"{stop}. Continue with: {again}", file=sys.stderr)
+        raise typer.Exit(130) from stop
+    finally:
+        if watch.bar.live.is_started:
+            watch.bar.stop()
 
 
 def _caption(row: dict[str, Any]) -> str:
-    def show(key: str) -> str:
-        value = row[key]["mean"]
-        return "n/a" if value is None else f"{value:.1f}"
+    shown = {"local": "local_test", "global": "global_test"} if "local_test" in row else {"val": "local_val"}
+    found = {name: row[key]["mean"] for name, key in shown.items()}
+    return " ".join(f"{name} {'n/a' if v is None else f'{v:.1f}'}" for name, v in found.items())
 
-    return f"local {show('local_test')} global {show('global_test')}"
+
+@app.command("compare")
+def compare_command(
+    source: Source = None,
+    methods: Methods = None,
+    seeds: Annotated[int, typer.Option(min=1, help="trainings of each method, on one split")] = 1,
+    data: DataPath = None,
+    sets: Sets = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")] = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="default runs/compare-PRESET")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue, method by method; adds what is new")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """The paper's table on your data: methods times seeds on one split."""
+    with _watched("compare") as watch:
+        found = compare(
+            source,
+            methods=methods,
+            seeds=seeds,
+            data=data,
+            set=_overrides(sets),
+            device=device,
+            out=out_dir,
+            resume=resume,
+            on_run=watch.run,
+            on_round=watch.round,
+            say=_say,
+        )
+    table = found.standings()
+    if as_json:
+        _print_json({"path": str(found.path), **standings.as_json(table)})
+        return
+    for part in standings.terminal(table):
+        out.print(part)
+    out.print(f"tables   {found.path}/table.md, .csv, .tex", highlight=False, soft_wrap=True)
+    out.print(f"report   {found.path / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+@app.command("tune")
+def tune_command(
+    source: Source = None,
+    methods: Methods = None,
+    data: DataPath = None,
+    sets: Sets = None,
+    grid: Annotated[
+        list[str] | None, typer.Option("--grid", metavar="KEY=A,B,...", help="values to try instead, repeatable")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")] = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="default runs/tune-PRESET")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue, point by point")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Learning rates and the methods' own settings by the clients' validation data, never by test data."""
+    with _watched("tune") as watch:
+        found = tune(
+            source,
+            methods=methods,
+            data=data,
+            set=_overrides(sets),
+            grid=dict(parse_grid(text) for text in grid or []),
+            device=device,
+            out=out_dir,
+            resume=resume,
+            on_point=watch.run,
+            on_round=watch.round,
+            say=_say,
+        )
+    best, path = found.best(), found.path / "tuned.toml"
+    if as_json:
+        _print_json({"path": str(path), "chosen": best, "results": found.results()})
+        return
+    out.print(tables.search(best, found.tried()))
+    out.print(f"wrote {path}; use it with: perada compare {path}", highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -84,7 +84,7 @@ class Config:
     def toml(self) -> str:
         """Fully resolved; training it again reproduces the run."""
         return "\n".join(
-            f"[{section}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in values.items())
+            f"[{section}]\n" + "".join(f"{k} = {toml_value(v)}\n" for k, v in values.items())
             for section, values in self.as_dict().items()
         )
 
@@ -110,21 +110,14 @@ def presets() -> dict[str, str]:
 def resolve(source: str = "digits", overrides: Mapping[str, Any] | None = None) -> Config:
     """A preset's name or a TOML file, with `{"section.key": value}` laid over it. Paths become absolute.
 
-    A file may begin with `preset = "digits"` and then need only say what differs.
+    A file may begin with `preset = "digits"` and then need only say what differs. `[methods.NAME]` has settings
+    for one method (`train.lr = 0.01`), which `perada tune` writes.
     """
-    tables = _read(source)
-    tables.pop("description", None)
-    if "preset" in tables:
-        own, base = tables, str(tables.pop("preset"))
-        if base not in presets():
-            raise unknown("preset", base, presets())
-        tables = _read(base)
-        del tables["description"]
-        for section, values in own.items():
-            if not isinstance(values, dict):
-                raise InputError(f"{source}: [{section}] must be a section, not a value")
-            tables[section] = {**tables.get(section, {}), **values}
-    for key, value in (overrides or {}).items():
+    tables = _tables(source)
+    tables.pop("tune", None)
+    special = tables.pop("methods", {})
+    chosen = (overrides or {}).get("method.name") or dict(tables.get("method", {})).get("name", "perada")
+    for key, value in {**_flat(special, chosen, source), **(overrides or {})}.items():
         section, dot, name = key.partition(".")
         if not dot:
             raise unknown("key", key, _known_keys("perada"))
@@ -137,6 +130,46 @@ def resolve(source: str = "digits", overrides: Mapping[str, Any] | None = None) 
         if key.startswith("method.") and key.removeprefix("method.") not in config.method:
             raise unknown("key", key, _known_keys(config.method_name))
     return config
+
+
+def tune_grid(source: str) -> dict[str, list[Any]]:
+    """The `[tune]` section of a preset or file: `train.lr = [0.01, 0.05]` -> {"train.lr": [0.01, 0.05]}."""
+    found = _flat({"tune": _tables(source).get("tune", {})}, "tune", source, check=False)
+    for key, values in found.items():
+        if not isinstance(values, list) or not values:
+            raise InputError(f"{source}: [tune] {key} must be a list of values to try, not {values!r}")
+    return found
+
+
+def _tables(source: str) -> dict[str, Any]:
+    """The sections of a preset or file, laid over those of the preset it names."""
+    tables = _read(source)
+    tables.pop("description", None)
+    if "preset" not in tables:
+        return tables
+    own, base = tables, str(tables.pop("preset"))
+    if base not in presets():
+        raise unknown("preset", base, presets())
+    tables = _read(base)
+    del tables["description"]
+    for section, values in own.items():
+        if not isinstance(values, dict):
+            raise InputError(f"{source}: [{section}] must be a section, not a value")
+        tables[section] = {**tables.get(section, {}), **values}
+    return tables
+
+
+def _flat(special: Any, name: str, source: str, check: bool = True) -> dict[str, Any]:
+    """`[methods.NAME]` as `{"section.key": value}`."""
+    if not isinstance(special, dict):
+        raise InputError(f"{source}: [methods] holds one section a method, such as [methods.ditto]")
+    for other in special if check else ():
+        if other not in REGISTRY:
+            raise unknown("method", other, REGISTRY)
+    found = special.get(name, {})
+    if not isinstance(found, dict) or not all(isinstance(values, dict) for values in found.values()):
+        raise InputError(f"{source}: write settings for {name} as section.key = value, such as train.lr = 0.01")
+    return {f"{section}.{key}": value for section, values in found.items() for key, value in values.items()}
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -152,6 +185,15 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return key.strip(), float(value)  # `.5`, which TOML does not know
     except ValueError:
         return key.strip(), value
+
+
+def parse_grid(text: str) -> tuple[str, list[Any]]:
+    """`section.key=a,b,c` from the command line."""
+    key, equals, values = text.partition("=")
+    found = [parse_setting(f"{key}={v}")[1] for v in values.strip("[] ").split(",") if v.strip()]
+    if not equals or not key.strip() or not found:
+        raise InputError(f"--grid {text!r}: write it as section.key=value,value,...")
+    return key.strip(), found
 
 
 def _read(source: str) -> dict[str, Any]:
@@ -242,11 +284,11 @@ def _coerce(value: Any, hint: Any, key: str) -> Any:
     return value
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
+        return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, types.NoneType):
         raise TypeError("TOML has no null")
     # JSON's strings are TOML's, but for surrogate pairs and the one control character JSON leaves as it is.

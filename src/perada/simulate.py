@@ -165,13 +165,13 @@ class Simulation:
         """What the clients predict with now: a lane each, or one that all share."""
         return self.method.personal(self.now.broadcast, self.now.kept)
 
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self, splits: Sequence[str] = ("local", "val", "global")) -> dict[str, Any]:
         """The row of metrics.jsonl for this moment."""
         start, now = time.perf_counter(), self.now
-        found = personal_scores(self.model, self.personal(), self.federation)
+        found = personal_scores(self.model, self.personal(), self.federation, splits)
         row: dict[str, Any] = {"round": now.round, **{k: v.as_dict() for k, v in found.items()}}
         row["global_model"] = None
-        if self.model.holds(now.broadcast):
+        if self.model.holds(now.broadcast) and "global" in splits:
             index = self.federation.test
             logits = logits_on(self.model, now.broadcast, self.federation, index)[0]
             value = score(logits, self.federation.targets[torch.from_numpy(index).to(logits.device)])
@@ -227,7 +227,7 @@ def prepare(
     device, dtype = device_of(config.run.device), DTYPES[config.run.precision]
     federation = federation or build_federation(config.data, device)
     method = config.make_method()
-    _check(config, federation, method)
+    check(config, federation, method)
     public = _public(config, federation, method, device, dtype)
     net = _backbone(config, federation, backbone, say, pretrain)
     adapter = config.model.adapter if method.parts.adapters else None
@@ -238,7 +238,8 @@ def prepare(
     return sim
 
 
-def _check(config: Config, federation: Federation, method: Method) -> None:
+def check(config: Config, federation: Federation, method: Method) -> None:
+    """Refuse settings that do not fit the data or the method."""
     clients = len(federation.clients)
     if method.parts.own_step and config.train.momentum:
         raise InputError(f"{config.method_name} has its own step, without momentum: --set train.momentum=0")
@@ -318,9 +319,12 @@ def _pretrained(config: Config, federation: Federation, say: Say, pretrain: Call
 
 
 def run(
-    sim: Simulation, folder: RunFolder, on_round: Callable[[Progress], None] = lambda progress: None
+    sim: Simulation,
+    folder: RunFolder,
+    on_round: Callable[[Progress], None] = lambda progress: None,
+    splits: Sequence[str] = ("local", "val", "global"),
 ) -> dict[str, Any]:
-    """Train to the last round, saving and evaluating on the way; returns the last evaluation.
+    """Train to the last round, saving and evaluating (on `splits`) on the way; returns the last evaluation.
 
     An interruption saves the last finished round before it goes on up.
     """
@@ -335,7 +339,7 @@ def run(
                     sim.save(folder)
             due = at == last or (at and at % options.eval_every == 0)
             if due and at not in rows:  # it may be there already: the run was stopped just after it
-                rows[at] = sim.evaluate()
+                rows[at] = sim.evaluate(splits)
                 folder.append_metrics(rows[at])
             on_round(Progress(at, last, rows.get(at), tuple(sim.now.last.get("failed", ()))))
             if at >= last:

@@ -29,7 +29,7 @@ def millions(number: int) -> str:
     return f"{number / 1e6:.2f}M" if number >= 10**5 else f"{number:,}"
 
 
-def _table(title: str | None, first: str, *rest: str) -> Table:
+def house_table(title: str | None, first: str, *rest: str) -> Table:
     """The house style: narrow enough for 80 columns, first column left, the others right."""
     table = Table(
         title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left"
@@ -46,7 +46,9 @@ def results(runs: Sequence[Run]) -> Table:
     summaries = [r.summary for r in runs]
     unit = "AUC" if summaries[0]["metric"] == "auc" else "accuracy"
     title = f"{summaries[0]['data']}: {unit} in %, mean ± std over the clients' personal models"
-    table = _table(title, "method", "trained", "sent", "Local-test", "Global-test", "shifted", "server", "distilled")
+    table = house_table(
+        title, "method", "trained", "sent", "Local-test", "Global-test", "shifted", "server", "distilled"
+    )
     table.caption = "server: the global model on Global-test; distilled: rounds in which the guard kept it"
     for s in summaries:
         up, down = (s[k] / max(1, s["round"] * s["cohort"]) / 1e3 for k in ("bytes_up", "bytes_down"))
@@ -69,7 +71,7 @@ def results(runs: Sequence[Run]) -> Table:
 
 
 def scores(found: Mapping[str, Scores]) -> Table:
-    table = _table("personal models, in %", "client", *found)
+    table = house_table("personal models, in %", "client", *found)
     for client in next(iter(found.values())).per_client:
         row = [s.per_client[client] for s in found.values()]
         table.add_row(client, *("n/a" if v is None else f"{v:.2f}" for v in row))
@@ -79,7 +81,7 @@ def scores(found: Mapping[str, Scores]) -> Table:
 
 
 def predictions(found: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table(None, "image", "prediction")
+    table = house_table(None, "image", "prediction")
     for one in found:
         best = list(one["probabilities"].items())[:3]
         table.add_row(one["image"], ", ".join(f"{name} {p:.1%}" for name, p in best))
@@ -98,7 +100,7 @@ def partition(federation: Federation) -> Table:
     counts = federation.label_counts()
     few = federation.classes if len(federation.classes) <= 12 else ()
     title = f"{federation.name}: training samples of each class"
-    table = _table(title, "client", "train", "val", "test", *few, "picture")
+    table = house_table(title, "client", "train", "val", "test", *few, "picture")
     table.caption = f"mean total-variation distance between two clients' labels: {unlikeness(counts):.2f}"
     top = max(1, int(counts.max()))
     for client, row in zip(federation.clients, counts, strict=True):
@@ -122,7 +124,7 @@ def partition_json(federation: Federation) -> dict[str, Any]:
 
 
 def groups(backbone: str, classes: int, found: Mapping[str, Mapping[str, int]]) -> Table:
-    table = _table(f"{backbone}, {classes} classes", "group", "parameters", "of full", "buffers")
+    table = house_table(f"{backbone}, {classes} classes", "group", "parameters", "of full", "buffers")
     for name, size in found.items():
         share = size["parameters"] / found["full"]["parameters"]
         table.add_row(name, f"{size['parameters']:,}", f"{share:.1%}", f"{size['buffers']:,}")
@@ -130,7 +132,7 @@ def groups(backbone: str, classes: int, found: Mapping[str, Mapping[str, int]]) 
 
 
 def methods(found: Mapping[str, Mapping[str, int]]) -> Table:
-    table = _table("parameters of a client, a round (ResNet-18, 10 classes)", "method", "trained", "sent")
+    table = house_table("parameters of a client, a round (ResNet-18, 10 classes)", "method", "trained", "sent")
     for name, size in found.items():
         table.add_row(name, f"{size['trained']:,}", f"{size['communicated']:,}")
     return table
@@ -140,4 +142,14 @@ def presets(found: Mapping[str, str]) -> Table:
     table = Table(show_header=False, box=None)
     for name, text in found.items():
         table.add_row(name, text)
+    return table
+
+
+def search(found: Mapping[str, Mapping[str, Any]], tried: Mapping[str, int]) -> Table:
+    """What a search chose for each method."""
+    table = house_table("chosen by local validation data", "method", "points", "local_val", "settings")
+    table.columns[-1].justify = "left"
+    for method, best in found.items():
+        settings = ", ".join(f"{key} = {value:g}" for key, value in best["settings"].items())
+        table.add_row(method, str(tried[method]), f"{best['local_val']:.2f}", settings)
     return table

@@ -1,14 +1,15 @@
 """APFL: a personal model mixed into the global one.
 
-Deng et al., "Adaptive Personalized Federated Learning", 2020, Eq. (3) and Algorithm 1. A client holds its
-local version w_m of the global model and a model v_m of its own, and predicts with the mixture
+Deng et al., "Adaptive Personalized Federated Learning", arXiv 2020, Algorithm 1 (Local Descent APFL). A client
+holds its local version w_m of the global model and a model v_m of its own, and predicts with the mixture
 `v̄_m = α v_m + (1 − α) w_m`. On every mini-batch, from w_m = w and its own v_m:
 
     w_m ← w_m − η ∇L_m(w_m)
     v_m ← v_m − η α ∇L_m(v̄_m)                         the gradient by v_m, of the mixture before this step
-    α   ← α − η ⟨v_m − w_m, ∇L_m(v̄_m)⟩, into [0, 1]     where α is adaptive (section 4, "adaptively updating α")
+    α   ← α − η ⟨v_m − w_m, ∇L_m(v̄_m)⟩, into [0, 1]     where α is adaptive (section 4.2)
     w   ← mean_m w_m                                  at the server
 
+The paper writes the update of α for an iteration; its authors' code does it once a round. Here it is every step.
 Running statistics: v_m carries those of the mixture, which starts a round as v̄_m does, in parts α and 1 − α.
 """
 

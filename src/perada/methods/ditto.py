@@ -1,6 +1,6 @@
 """Ditto: FedAvg for everybody, and beside it a personal model pulled towards it.
 
-Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Eq. (Ditto) and
+Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021,
 Algorithm 1: `min_v L_m(v) + λ/2 ‖v − w*‖²` with w* the global optimum. For each sampled client m:
 
     v ← v − η_p (∇L_m(v) + λ (v − w))        from v_m, which stays with the client

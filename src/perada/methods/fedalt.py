@@ -1,7 +1,8 @@
 """FedAlt: a part of the model is personal; it is trained first, then the shared part.
 
-Pillutla et al., "Federated Learning with Partial Model Personalization", ICML 2022, Algorithm 1 with
-LocalAlt (Algorithm 2). With u the shared part and v_m the personal one (input layers, head or adapters):
+Pillutla et al., "Federated Learning with Partial Model Personalization", ICML 2022: FedAlt, the
+alternating one of its two algorithms (local procedure LocalAlt). With u the shared part and v_m the personal one
+(input layers, head or adapters):
 
     v ← v − γ_v ∇_v F_m(u, v)          τ_v steps from v_m, u fixed; v_m stays with the client
     u ← u − γ_u ∇_u F_m(u, v)          then τ_u steps from u, the NEW v fixed; u_m is uploaded

@@ -1,7 +1,7 @@
 """FedBN: everything is shared but the batch norms.
 
 Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021,
-Algorithm 1. With b_m the batch norms of client m, affines and running statistics, and w the rest:
+Algorithm 1 (appendix C). With b_m the batch norms of client m, affines and running statistics, and w the rest:
 
     (w, b) ← (w, b) − η ∇L_m(w, b)          from w and its own b_m
     w ← mean_m w_m                          at the server; b_m stays with the client

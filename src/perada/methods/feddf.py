@@ -1,7 +1,7 @@
 """FedDF: FedAvg whose server distils the clients' models into the average.
 
 Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning", NeurIPS 2020, Algorithm 1
-and Eq. (3), for models of one architecture:
+with its Eq. (AvgLogits), for models of one architecture:
 
     θ ← θ − η ∇L_m(θ)                        at each sampled client, from w
     w ← mean_m θ_m, then R steps of w ← w − η_g ∇_w KL(σ(mean_m f(θ_m; x)) ‖ σ(f(w; x)))    at the server

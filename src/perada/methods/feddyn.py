@@ -1,6 +1,6 @@
 """FedDyn: a dynamic regulariser that lets every client's optimum meet the global one.
 
-Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021, Eq. (1) and Algorithm 1. With g_m
+Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021, Algorithm 1. With g_m
 the client's own estimate of its gradient (kept by it) and P the sampled of all M clients:
 
     θ_m ← argmin_θ L_m(θ) − ⟨g_m, θ⟩ + α/2 ‖θ − w‖²        E epochs of SGD from w; θ_m is uploaded

@@ -7,8 +7,8 @@ With φ the representation and h_m the head of client m:
     φ ← φ − η ∇_φ L_m(φ, h)          then the representation, the new head fixed
     φ ← mean_m φ_m                   at the server
 
-The paper trains the head to near its optimum and the representation for little (its experiments: ten epochs
-and one): so here train.epochs are the head's, and the representation gets one.
+The paper trains the head to near its optimum and the representation for little (its experiments: ten epochs,
+then one or five): so here train.epochs are the head's, and the representation gets one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """FedSim: a part of the model is personal; both parts are trained at once.
 
-Pillutla et al., "Federated Learning with Partial Model Personalization", ICML 2022, Algorithm 1 with
-LocalSim (Algorithm 3). With u the shared part and v_m the personal one (input layers, head or adapters):
+Pillutla et al., "Federated Learning with Partial Model Personalization", ICML 2022: FedSim, the
+simultaneous one of its two algorithms (local procedure LocalSim). With u the shared part and v_m the personal one
+(input layers, head or adapters):
 
     v ← v − γ ∇_v F_m(u, v)   and   u ← u − γ ∇_u F_m(u, v)     both gradients at the same (u, v), τ steps
     u ← mean_m u_m                                              at the server; v_m stays with the client

@@ -5,6 +5,8 @@ Algorithm 1. With ℓ_m the feature extractor of client m and h the head:
 
     (ℓ, h) ← (ℓ, h) − η ∇L_m(ℓ, h)          from its own ℓ_m and h
     h ← mean_m h_m                          at the server; ℓ_m, running statistics too, stays with the client
+
+The paper may share several top layers; the PerAda paper's table, and this file, share the head.
 """
 
 from __future__ import annotations

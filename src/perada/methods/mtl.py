@@ -1,8 +1,8 @@
 """MTL: multi-task learning, every client's model pulled towards the mean of all models.
 
-Evgeniou & Pontil, "Regularized Multi-Task Learning", KDD 2004, section 2.1, whose optimum is the penalty
-`Σ_m ‖v_m − v̄‖²` on the distance to the mean (their Lemma 2.2); the mean-regularised case of Smith et al.,
-"Federated Multi-Task Learning", NeurIPS 2017, Eq. (1), as federated papers use it:
+Evgeniou & Pontil, "Regularized Multi-Task Learning", KDD 2004: equivalent to penalising Σ‖v_m‖² and
+Σ‖v_m − v̄‖² (Lemma 2.2), of which the second is kept here (train.weight_decay is the first). It is the
+mean-regularised case of Smith et al., "Federated Multi-Task Learning", NeurIPS 2017, Eqs. (1)-(2):
 
     min_{v_1..v_M} Σ_m L_m(v_m) + λ/2 ‖v_m − v̄‖²
     v ← v − η (∇L_m(v) + λ (v − v̄))      at each sampled client, from its own v_m

@@ -1,14 +1,16 @@
 """pFedMe: personal models by Moreau envelopes.
 
-T. Dinh et al., "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, Eqs. (2)-(3) and
-Algorithm 1. Each client's objective is the envelope `F_m(w) = min_θ L_m(θ) + λ/2 ‖θ − w‖²`, whose gradient is
+T. Dinh et al., "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, Algorithm 1.
+Each client's objective is the envelope `F_m(w) = min_θ L_m(θ) + λ/2 ‖θ − w‖²`, whose gradient is
 `λ (w − θ̂(w))`. For every mini-batch, from w_m = w:
 
     θ ← w_m, then K times θ ← θ − η_p (∇L_m(θ) + λ (θ − w_m))      the inner problem, Eq. (7), on that batch
     w_m ← w_m − η λ (w_m − θ)                                      line 8
-    w ← (1 − β) w + β mean_m w_m                                   at the server, line 11
+    w ← (1 − β) w + β mean_m w_m                                   at the server
 
-The last θ is the personal model. w_m is never run itself, so its running statistics are those of its θ.
+The last θ is the personal model. The inner problem starts at w_m every time (the authors' code goes on from the
+last θ of the round), and only sampled clients train. w_m is never run itself, so its running statistics
+are those of its θ.
 """
 
 from __future__ import annotations

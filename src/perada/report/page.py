@@ -8,6 +8,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
+from ..standings import places
 from ..tables import millions
 from .facts import SCORES, SERVER, Facts, finite, of
 from .figures import Series, bars, bubbles, curves, dots
@@ -131,12 +132,8 @@ def _results(runs: Sequence[Facts]) -> str:
 
 def _marks(values: Sequence[float | None], finished: Sequence[bool]) -> list[str]:
     """b for the best shown value, u for the next one; unfinished runs do not compete."""
-    shown = [None if v is None or not done else round(v, 2) for v, done in zip(values, finished, strict=True)]
-    order = sorted({v for v in shown if v is not None}, reverse=True)
-    if sum(v is not None for v in shown) < 2:
-        return [""] * len(values)
-    places = dict(zip(order, "bu", strict=False))
-    return ["" if v is None else places.get(v, "") for v in shown]
+    tags = {"best": "b", "next": "u", "": ""}
+    return [tags[p] for p in places([v if done else None for v, done in zip(values, finished, strict=True)])]
 
 
 def _guard(run: Facts) -> str:
