@@ -6,27 +6,12 @@ import dataclasses
 import typing
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from ..errors import InputError, unknown
 from ..models import group_sizes
-from .apfl import APFL
 from .contract import Finisher, Judge, Method, Parts, check_upload
-from .ditto import Ditto
-from .fedalt import FedAlt
-from .fedavg import FedAvg
-from .fedavg_ft import FedAvgFT
-from .fedbn import FedBN
-from .feddf import FedDF
-from .feddyn import FedDyn
-from .fedprox import FedProx
-from .fedrep import FedRep
-from .fedsim import FedSim
-from .lg_fedavg import LGFedAvg
-from .mtl import MTL
-from .perada import PerAda
-from .pfedme import PFedMe
-from .standalone import Standalone
 
 __all__ = [
     "REGISTRY",
@@ -41,28 +26,36 @@ __all__ = [
     "method_sizes",
 ]
 
-REGISTRY: dict[str, Callable[..., Method]] = {
-    "standalone": Standalone,
-    "mtl": MTL,
-    "fedavg-ft": FedAvgFT,
-    "pfedme": PFedMe,
-    "apfl": APFL,
-    "ditto": Ditto,
-    "fedbn": FedBN,
-    "fedalt-input": partial(FedAlt, own="input"),
-    "fedsim-input": partial(FedSim, own="input"),
-    "lg-fedavg": LGFedAvg,
-    "fedrep": FedRep,
-    "fedalt-output": partial(FedAlt, own="output"),
-    "fedsim-output": partial(FedSim, own="output"),
-    "fedalt-adapter": partial(FedAlt, own="adapter_modules"),
-    "fedsim-adapter": partial(FedSim, own="adapter_modules"),
-    "perada-no-kd": partial(PerAda, distils=False),
-    "perada": PerAda,
-    "fedavg": FedAvg,
-    "fedprox": FedProx,
-    "feddyn": FedDyn,
-    "feddf": FedDF,
+
+def _method(where: str, **fixed: Any) -> Callable[..., Method]:
+    """`ditto.Ditto` is the class Ditto of ditto.py, with some of its fields fixed."""
+    module, _, name = where.partition(".")
+    kind: Callable[..., Method] = getattr(import_module(f".{module}", __name__), name)
+    return partial(kind, **fixed) if fixed else kind
+
+
+REGISTRY: dict[str, Callable[..., Method]] = {  # in the order of the paper's table
+    "standalone": _method("standalone.Standalone"),
+    "mtl": _method("mtl.MTL"),
+    "fedavg-ft": _method("fedavg_ft.FedAvgFT"),
+    "pfedme": _method("pfedme.PFedMe"),
+    "apfl": _method("apfl.APFL"),
+    "ditto": _method("ditto.Ditto"),
+    "fedbn": _method("fedbn.FedBN"),
+    "fedalt-input": _method("fedalt.FedAlt", own="input"),
+    "fedsim-input": _method("fedsim.FedSim", own="input"),
+    "lg-fedavg": _method("lg_fedavg.LGFedAvg"),
+    "fedrep": _method("fedrep.FedRep"),
+    "fedalt-output": _method("fedalt.FedAlt", own="output"),
+    "fedsim-output": _method("fedsim.FedSim", own="output"),
+    "fedalt-adapter": _method("fedalt.FedAlt", own="adapter_modules"),
+    "fedsim-adapter": _method("fedsim.FedSim", own="adapter_modules"),
+    "perada-no-kd": _method("perada.PerAda", distils=False),
+    "perada": _method("perada.PerAda"),
+    "fedavg": _method("fedavg.FedAvg"),
+    "fedprox": _method("fedprox.FedProx"),
+    "feddyn": _method("feddyn.FedDyn"),
+    "feddf": _method("feddf.FedDF"),
 }
 
 
