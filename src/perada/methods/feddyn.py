@@ -44,8 +44,8 @@ class FedDyn:
 
     def server_update(self, server: Server, state: State, theta: State) -> tuple[State, State]:
         w, h, average = part(state, "w").params, part(state, "h").params, mean(theta, server.weights)
-        taking_part = theta.lanes / server.clients
-        h = {n: p - self.alpha * taking_part * (average.params[n] - w[n]) for n, p in h.items()}
+        drift, taking_part = mean(theta).params, theta.lanes / server.clients  # h is not weighted
+        h = {n: p - self.alpha * taking_part * (drift[n] - w[n]) for n, p in h.items()}
         new = State({n: p - h[n] / self.alpha for n, p in average.params.items()}, average.buffers)
         return join(w=new, h=State(h)), new
 

@@ -10,7 +10,7 @@ Each client's objective is the envelope `F_m(w) = min_θ L_m(θ) + λ/2 ‖θ �
 
 The last θ is the personal model. The inner problem starts at w_m every time (the authors' code goes on from the
 last θ of the round), and only sampled clients train. w_m is never run itself, so its running statistics
-are those of its θ.
+are those of its θ; β mixes parameters, not statistics.
 """
 
 from __future__ import annotations
