@@ -90,10 +90,12 @@ def predictions(found: Sequence[Mapping[str, Any]]) -> Table:
 
 def unlikeness(counts: np.ndarray[Any, Any]) -> float:
     """Mean total-variation distance between two clients' label distributions."""
-    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    pairs = np.triu_indices(len(shares), 1)
-    distance = 0.5 * np.abs(shares[pairs[0]] - shares[pairs[1]]).sum(1)
-    return float(distance.mean()) if len(distance) else 0.0
+    shares = np.sort(counts / np.maximum(counts.sum(1, keepdims=True), 1), axis=0)
+    many = len(shares)
+    # In sorted order the k-th of n is subtracted from the n-1-k above it and has the k below subtracted from it:
+    # all pairs without a table of them.
+    apart = (2 * np.arange(many) - (many - 1)) @ shares
+    return float(0.5 * apart.sum() / (many * (many - 1) / 2)) if many > 1 else 0.0
 
 
 def partition(federation: Federation) -> Table:

@@ -6,16 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..errors import InputError, unknown
-from ..lanes import rng_of
 from .digits import digits, glyphs
-from .federation import Client, Federation, Indices, Source
+from .federation import Client, Federation, Source
 from .folder import folder, read_image, unlabelled
-from .partition import by_site, dirichlet, holdout
+from .split import split
 
 __all__ = ["Client", "DataOptions", "Federation", "Source", "build_federation", "public_images", "read_image"]
 
@@ -27,9 +24,12 @@ class DataOptions:
     name: str = "digits"
     root: str = ""
     clients: int = 20
-    partition: Literal["dirichlet", "site"] = "dirichlet"
+    partition: Literal["dirichlet", "iid", "shards", "site"] = "dirichlet"
     alpha: float = 0.1
     cap: bool = True  # a client with N/M samples takes no more
+    min_per_class: int = 0  # training samples of each class that everybody gets before the rest is dealt out by Dir(α)
+    shards: int = 2  # runs of samples sorted by label that a client gets under partition=shards
+    meta_min: int = 2000  # multi-label: training images of a combination of labels that make it a class of its own
     val: float = 0.1  # share of the data (of the official training data, where there is a test set) to choose by
     test: float = 0.2  # share of the data for testing, where a source has no test set of its own
     server_val: float = 0.0  # share of the training data the server holds, labelled, for distill.guard=server
@@ -46,6 +46,11 @@ class DataOptions:
             raise ValueError(f"clients must be at least 1, not {self.clients}")
         if not self.alpha > 0:
             raise ValueError(f"alpha must be above 0, not {self.alpha}")
+        for name, least in (("min_per_class", 0), ("shards", 1), ("meta_min", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.min_per_class and self.partition != "dirichlet":
+            raise ValueError(f"min_per_class is for data.partition=dirichlet, not {self.partition}")
         for name in ("val", "test", "server_val"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), not {getattr(self, name)}")
@@ -67,7 +72,7 @@ PUBLIC = ("none", "glyphs", *(name for name in SOURCES if name != "folder"))  # 
 def build_federation(options: DataOptions, device: torch.device) -> Federation:
     """Load the source and deal it out to the clients."""
     source = SOURCES[options.name](options)
-    clients, server = _split(source, options)
+    clients, server = split(source, options)
     empty = [c.name for c in clients if len(c.train) == 0]
     if empty:
         raise InputError(f"no training data at {', '.join(empty)}: give them some, or lower data.val and data.test")
@@ -82,46 +87,6 @@ def build_federation(options: DataOptions, device: torch.device) -> Federation:
         std=source.std,
         server_val=server,
     )
-
-
-def _split(source: Source, options: DataOptions) -> tuple[tuple[Client, ...], Indices]:
-    """Test (the official one where there is one), then validation and the server's part, then the clients."""
-    rng = rng_of(options.seed, "split")
-    every = np.arange(len(source.images))
-    labels = source.targets if not source.multilabel else np.zeros(len(every), np.int64)
-    if options.partition == "site":
-        return _by_site(source, options, labels.astype(np.int64), every, rng)
-    labels = labels.astype(np.int64)
-    test = np.flatnonzero(source.test) if source.test is not None else holdout(labels, every, options.test, rng)
-    rest = np.setdiff1d(every, test)
-    left = len(rest) / len(every) if source.test is None else 1.0
-    val = holdout(labels, rest, options.val / left, rng)
-    rest = np.setdiff1d(rest, val)
-    server = holdout(labels, rest, options.server_val, rng) if options.server_val else rest[:0]
-    train = np.setdiff1d(rest, server)
-    clients = dirichlet(labels, train, val, test, options.clients, options.alpha, rng, options.cap)
-    return clients, server
-
-
-def _by_site(
-    source: Source, options: DataOptions, labels: NDArray[np.int64], every: Indices, rng: np.random.Generator
-) -> tuple[tuple[Client, ...], Indices]:
-    if source.site is None:
-        raise InputError(
-            "data.partition=site needs site/class/image folders; for class/image folders simulate sites with "
-            "--set data.partition=dirichlet --set data.clients=N"
-        )
-    test, val = [], []
-    for site in np.unique(source.site):  # each site splits its own data
-        mine = every[source.site == site]
-        test.append(holdout(labels, mine, options.test, rng))
-        mine = np.setdiff1d(mine, test[-1])
-        val.append(holdout(labels, mine, options.val / (1 - options.test), rng))
-    held, kept = np.concatenate(test), np.concatenate(val)
-    train = np.setdiff1d(every, np.concatenate([held, kept]))
-    server = holdout(labels, train, options.server_val, rng) if options.server_val else train[:0]
-    train = np.setdiff1d(train, server)
-    return by_site(source.site, train, kept, held), server
 
 
 def public_images(name: str, size: int) -> torch.Tensor | None:

@@ -17,8 +17,8 @@ class Source:
     """A data set before anybody holds it.
 
     images uint8 `[N, C, H, W]` (C is 1 or 3); targets int64 `[N]`, or uint8 `[N, labels]` for multi-label data.
-    `test` marks the official test images where a data set has them; `site` names each sample's owner where
-    the data come with owners.
+    `test` marks the official test images where a data set has them, `val` those declared for validation; `site`
+    names each sample's owner where the data come with owners.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Source:
     std: tuple[float, ...] = (0.25,)
     test: NDArray[np.bool_] | None = None
     site: NDArray[np.str_] | None = None
+    val: NDArray[np.bool_] | None = None
 
     @property
     def multilabel(self) -> bool:

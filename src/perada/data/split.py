@@ -1,0 +1,123 @@
+"""From a source to clients: what is held out, what the classes of a partition are, who gets which part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import InputError
+from ..lanes import rng_of
+from .federation import Client, Indices, Source
+from .partition import Counts, by_site, dirichlet_counts, hand_out, holdout, iid_counts, shard_counts
+
+if TYPE_CHECKING:
+    from . import DataOptions
+
+Mask = NDArray[np.bool_]
+
+
+def split(source: Source, options: DataOptions) -> tuple[tuple[Client, ...], Indices]:
+    """The clients and the server's labelled part: test data (the official ones where there are any), then
+    validation data and the server's part, then who gets what. Every sample goes to exactly one of them.
+
+    A sample declared to be both test and validation data is test data.
+    """
+    rng = rng_of(options.seed, "split")
+    every = np.arange(len(source.images))
+    declared_test, declared_val = _marked(source.test, every), _marked(source.val, every)
+    declared_val = np.setdiff1d(declared_val, declared_test)
+    free = np.setdiff1d(every, np.concatenate([declared_test, declared_val]))
+    labels = categories(source, free, options.meta_min)
+    if options.partition == "site":
+        return _by_site(source, options, labels, (free, declared_val, declared_test), rng)
+    test, val, train = _held(labels, free, declared_test, declared_val, options, rng)
+    server = holdout(labels, train, options.server_val, rng) if options.server_val else train[:0]
+    train = np.setdiff1d(train, server)
+    labels = categories(source, train, options.meta_min)
+    counts = _counts(np.bincount(labels[train], minlength=int(labels.max()) + 1), options, rng)
+    return hand_out(counts, labels, train, val, test, rng), server
+
+
+def categories(source: Source, train: Indices, least: int) -> NDArray[np.int64]:
+    """What a partition is over, int64 `[N]`: the labels, or a multi-label data set's meta-categories.
+
+    Each combination of labels that at least `least` samples of `train` have is a category, in the order of the
+    combinations as binary numbers; all other samples are one more. With fewer than two categories the clients of
+    a Dirichlet partition differ in size, not in what they hold.
+    """
+    if not source.multilabel:
+        return source.targets.astype(np.int64)
+    combinations, which = np.unique(source.targets, axis=0, return_inverse=True)
+    which = which.reshape(-1)  # numpy 2.0 alone gives [N, 1]
+    often = np.bincount(which[train], minlength=len(combinations)) >= least
+    number = np.where(often, np.cumsum(often) - 1, often.sum())
+    return number.astype(np.int64)[which]
+
+
+def _marked(mask: Mask | None, pool: Indices) -> Indices:
+    return pool[:0] if mask is None else pool[mask[pool]]
+
+
+def _held(
+    labels: NDArray[np.int64],
+    free: Indices,
+    test: Indices,
+    val: Indices,
+    options: DataOptions,
+    rng: np.random.Generator,
+    left: float | None = None,
+) -> tuple[Indices, Indices, Indices]:
+    """Test, validation and training data: what is declared (`test`, `val`), and else a share of the `free`.
+
+    Where test data are held out, `data.val` is a share of what there was before; `left`, else counted, is the
+    share the test data leave.
+    """
+    before = 1.0
+    if not len(test):
+        test = holdout(labels, free, options.test, rng)
+        rest = np.setdiff1d(free, test)
+        before = len(rest) / max(1, len(free)) if left is None else left
+        free = rest
+    if not len(val):
+        val = holdout(labels, free, options.val / before, rng) if len(free) else free
+        free = np.setdiff1d(free, val)
+    return test, val, free
+
+
+def _counts(supply: Counts, options: DataOptions, rng: np.random.Generator) -> Counts:
+    """Training samples of each class at each client, `[clients, classes]`."""
+    if options.partition == "iid":
+        return iid_counts(supply, options.clients, rng)
+    if options.partition == "shards":
+        return shard_counts(supply, options.clients, options.shards, rng)
+    return dirichlet_counts(
+        supply, options.clients, options.alpha, rng, options.cap, min_per_class=options.min_per_class
+    )
+
+
+def _by_site(
+    source: Source,
+    options: DataOptions,
+    labels: NDArray[np.int64],
+    pools: tuple[Indices, Indices, Indices],
+    rng: np.random.Generator,
+) -> tuple[tuple[Client, ...], Indices]:
+    """Each site keeps its declared splits; one without test or validation data of its own holds some out."""
+    if source.site is None:
+        raise InputError(
+            "data.partition=site needs site/class/image folders; for class/image folders simulate sites with "
+            "--set data.partition=dirichlet --set data.clients=N"
+        )
+    free, declared_val, declared_test = pools
+    site = source.site
+    parts = []
+    for name in np.unique(site):
+        mine, val, test = (pool[site[pool] == name] for pool in (free, declared_val, declared_test))
+        parts.append(_held(labels, mine, test, val, options, rng, left=1 - options.test))
+    held, kept, train = (np.concatenate(part) for part in zip(*parts, strict=True))
+    train = np.sort(train)
+    server = holdout(labels, train, options.server_val, rng) if options.server_val else train[:0]
+    train = np.setdiff1d(train, server)
+    return by_site(site, train, kept, held), server
