@@ -39,7 +39,7 @@ def logits_of(model: LaneModel, lanes: State, federation: Federation, images: Te
 
 def logits_on(model: LaneModel, lanes: State, federation: Federation, index: Indices) -> Tensor:
     """`logits_of` for images of the federation, by index."""
-    return logits_of(model, lanes, federation, federation.images[torch.from_numpy(index).to(model.device)])
+    return logits_of(model, lanes, federation, federation.take(index))
 
 
 @torch.no_grad()
@@ -52,8 +52,8 @@ def own_logits(model: LaneModel, lanes: State, federation: Federation, indices: 
     size = _chunk(lanes.lanes, federation.images)
     padded = np.stack([np.resize(i, longest) if len(i) else np.zeros(longest, np.int64) for i in indices])
     out = []
-    for part in torch.split(torch.from_numpy(padded).to(model.device), size, 1):
-        out.append(model(lanes, federation.prepare(federation.images[part.flatten()], dtype)))
+    for part in torch.split(torch.from_numpy(padded), size, 1):
+        out.append(model(lanes, federation.prepare(federation.take(part.flatten()), dtype)))
     logits = torch.cat(out, 1)
     return [logits[k, : len(i)] for k, i in enumerate(indices)]
 
@@ -116,7 +116,7 @@ def personal_scores(
     if "global" in splits:
         pool = federation.test
         logits = logits_on(model, lanes, federation, pool).expand(len(names), -1, -1)
-        targets = federation.targets[torch.from_numpy(pool).to(model.device)]
+        targets = federation.labels(pool)
         values = [score(row, targets) for row in logits]
         out["global_test"] = Scores(dict(zip(names, values, strict=True)))
         if "local" in splits:  # a client's own test data are a slice of everybody's
@@ -131,7 +131,7 @@ def personal_scores(
 
 def _own(model: LaneModel, lanes: State, federation: Federation, indices: list[Indices]) -> Scores:
     found = own_logits(model, lanes, federation, indices)
-    targets = [federation.targets[torch.from_numpy(i).to(model.device)] for i in indices]
+    targets = [federation.labels(i) for i in indices]
     values = [score(row, t) for row, t in zip(found, targets, strict=True)]
     return Scores({c.name: v for c, v in zip(federation.clients, values, strict=True)})
 

@@ -157,7 +157,7 @@ class Simulation:
         """Candidates on the server's own labelled validation data, `[candidates, 1]`."""
         index = self.federation.server_val
         logits = logits_on(self.model, candidates, self.federation, index)
-        targets = self.federation.targets[torch.from_numpy(index).to(logits.device)]
+        targets = self.federation.labels(index)
         losses = sample_loss(logits, targets.expand(candidates.lanes, *targets.shape))
         return losses.mean(1, keepdim=True).double().cpu()
 
@@ -174,7 +174,7 @@ class Simulation:
         if self.model.holds(now.broadcast) and "global" in splits:
             index = self.federation.test
             logits = logits_on(self.model, now.broadcast, self.federation, index)[0]
-            value = score(logits, self.federation.targets[torch.from_numpy(index).to(logits.device)])
+            value = score(logits, self.federation.labels(index))
             row["global_model"] = {"global_test": value}
         self.seconds += time.perf_counter() - start
         return {**row, **now.counters, "seconds": self.seconds, **now.last}

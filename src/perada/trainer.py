@@ -161,7 +161,7 @@ class Trainer:
             index = self.federation.clients[c].val
             if len(index):
                 logits = logits_on(self.model, candidates, self.federation, index)
-                targets = self.federation.targets[torch.from_numpy(index).to(logits.device)]
+                targets = self.federation.labels(index)
                 losses = sample_loss(logits, targets.expand(candidates.lanes, *targets.shape))
                 out[:, j] = losses.mean(1).double().cpu()
         return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ class ClientBatches:
         dtype: torch.dtype,
     ) -> None:
         self.federation, self.dtype = federation, dtype
+        self.ahead: tuple[int, list[int], Future[Tensor]] | None = None
         clients = sorted(set(lane_clients))
         longest = {c: max(s for s, lane in zip(steps, lane_clients, strict=True) if lane == c) for c in clients}
         index = np.zeros((len(clients), max(steps, default=0), batch), np.int64)
@@ -50,15 +52,37 @@ class ClientBatches:
             client = federation.clients[c]
             stream = sample_stream(client.train, longest[c] * batch, seed, round, client.name)
             index[row, : longest[c]] = stream.reshape(-1, batch)
-        device = federation.images.device
+        self.host = index  # [clients, steps, B]
+        device = federation.device
         self.index = torch.from_numpy(index).to(device)
         self.row = torch.tensor([clients.index(c) for c in lane_clients], device=device)
         keys = [key_of(seed, round, federation.clients[c].name, "step") for c in lane_clients]
         self.keys = torch.tensor(keys, dtype=torch.int64, device=device)
 
     def __call__(self, step: int, lanes: Tensor) -> Batch:
-        samples = self.index[self.row[lanes], step]  # [k, B]
-        images = self.federation.prepare(self.federation.images[samples.flatten()], self.dtype)
+        samples, keys = self.index[self.row[lanes], step], fold(self.keys[lanes], step)  # [k, B], [k]
+        images = self._fetched(step, lanes) if self.federation.stream else self.federation.take(samples.flatten())
+        if self.federation.augment is not None:
+            images = self.federation.augment(images, keys)
         targets = self.federation.targets[samples]
         weights = torch.ones(samples.shape, dtype=self.dtype, device=samples.device)
-        return Batch(images, targets, weights, fold(self.keys[lanes], step))
+        return Batch(self.federation.prepare(images, self.dtype), targets, weights, keys)
+
+    def _fetched(self, step: int, lanes: Tensor) -> Tensor:
+        """This step's images, which were asked for a step ago, and a start on the next step's."""
+        rows = self.row[lanes].tolist()
+        at, asked, pending = self.ahead or (-1, [], None)
+        if pending is not None and at == step and asked[: len(rows)] == rows:  # lanes that are done drop off the end
+            images = pending.result()[: len(rows) * self.host.shape[2]]
+        else:
+            images = self._read(step, rows)
+        if step + 1 < self.host.shape[1]:
+            self.ahead = (step + 1, rows, _READER.submit(self._read, step + 1, rows))
+        return images.to(self.federation.device, non_blocking=True)
+
+    def _read(self, step: int, rows: list[int]) -> Tensor:
+        images = self.federation.images[torch.from_numpy(self.host[rows, step].reshape(-1))]
+        return images.pin_memory() if self.federation.device.type == "cuda" else images
+
+
+_READER = ThreadPoolExecutor(1, "perada-images")  # starts no thread before it is asked

@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .augment import Augment
+
 Indices = NDArray[np.int64]
 
 
@@ -46,21 +48,42 @@ class Client:
 
 @dataclass(frozen=True)
 class Federation:
-    """The clients over one pool of images, on the compute device. One client on its own machine is a
-    federation of one."""
+    """The clients over one pool of images. One client on its own machine is a federation of one."""
 
     name: str
-    images: Tensor  # uint8 [N, C, H, W]
-    targets: Tensor  # int64 [N], or float [N, labels]
+    images: Tensor  # uint8 [N, C, H, W], on the compute device, or in (mapped) memory where they do not fit
+    targets: Tensor  # int64 [N], or float [N, labels], on the compute device
     classes: tuple[str, ...]
     clients: tuple[Client, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     server_val: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
+    augment: Augment | None = None  # random views, in training
+    stream: bool = False  # whether images are fetched batch by batch, one ahead
 
     @property
     def multilabel(self) -> bool:
         return self.targets.dim() == 2
+
+    @property
+    def device(self) -> torch.device:
+        """Where the computing is done."""
+        return self.targets.device
+
+    def take(self, index: Indices | Tensor) -> Tensor:
+        """These images, uint8 `[n, C, H, W]`, on the compute device."""
+        at = torch.as_tensor(index, device=self.images.device)
+        return self.images[at].to(self.device)
+
+    def labels(self, index: Indices) -> Tensor:
+        """The targets of these images."""
+        return self.targets[torch.from_numpy(index).to(self.device)]
+
+    def about_images(self) -> str:
+        """Where they live, and what that costs."""
+        size = "×".join(map(str, self.images.shape[1:]))
+        where = "streamed from memory" if self.stream else f"on {self.images.device.type}"
+        return f"{len(self.images):,} images of {size}: {self.images.numel() / 1e6:,.1f} MB as bytes, {where}"
 
     @property
     def test(self) -> Indices:
