@@ -1,8 +1,7 @@
-"""Who holds what: partitions, batches, folders of images, shifted copies."""
+"""Who holds what: partitions, batches, folders of images."""
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from perada.data.batches import ClientBatches, sample_stream, steps_of
 from perada.data.digits import digits, glyphs
 from perada.data.folder import folder
 from perada.data.partition import deal, dirichlet, dirichlet_counts, feed, follow, holdout, largest_remainder
-from perada.data.shifts import SHIFTS, shift
 from perada.errors import InputError
 from perada.lanes import fold, key_of, rng_of
 
@@ -449,66 +447,3 @@ def test_images_too_high_or_too_deep_are_refused(tmp_path: Path, depth: int) -> 
     save(tmp_path.joinpath(*"abcd"[: depth - 1], "x.png"), colour(1, 2, 3))
     with pytest.raises(InputError, match=r"site/class/image\.png"):
         folder(str(tmp_path), 8, skip_bad=False)
-
-
-# Shifts.
-
-
-@pytest.fixture(scope="module")
-def images() -> np.ndarray:
-    return digits().images[:100]
-
-
-@pytest.mark.parametrize("name", SHIFTS)
-@pytest.mark.parametrize("severity", [1, 3, 5])
-def test_a_shift_is_deterministic_and_keeps_shape_and_type(name: str, severity: int, images: np.ndarray) -> None:
-    before = images.copy()
-    a, b = (shift(images, name, severity) for _ in range(2))
-    assert np.array_equal(a, b)
-    assert np.array_equal(images, before)
-    assert a.shape == images.shape
-    assert a.dtype == np.uint8
-    assert not np.array_equal(a, images)
-    rgb = np.random.default_rng(0).integers(0, 256, (3, 3, 16, 16), dtype=np.uint8)
-    assert shift(rgb, name, severity).shape == rgb.shape
-
-
-@pytest.mark.parametrize("name", SHIFTS)
-def test_a_higher_severity_changes_images_more(name: str, images: np.ndarray) -> None:
-    change = [np.abs(shift(images, name, s).astype(float) - images).mean() for s in range(1, 6)]
-    assert change[4] > 1.5 * change[0]
-    if name in ("noise", "blur", "contrast", "rotation"):  # the others draw places: 100 images do not settle those
-        assert change == sorted(change)
-
-
-def test_blur_and_contrast_take_detail_away(images: np.ndarray) -> None:
-    for name in ("blur", "contrast"):
-        detail = [np.diff(shift(images, name, s).astype(float), axis=3).std() for s in range(1, 6)]
-        assert detail == sorted(detail, reverse=True)
-        assert detail[0] < np.diff(images.astype(float), axis=3).std()
-
-
-def test_a_rotation_keeps_colours_where_they_are() -> None:
-    rgb = np.zeros((1, 3, 16, 16), np.uint8)
-    rgb[:, 0] = 200
-    found = shift(rgb, "rotation", 5)
-    assert found[0, 0].min() == 200
-    assert found[0, 1:].max() == 0
-
-
-@pytest.mark.parametrize("severity", [0, 6, -1])
-def test_severities_are_one_to_five(severity: int, images: np.ndarray) -> None:
-    with pytest.raises(InputError, match="1 to 5"):
-        shift(images, "noise", severity)
-
-
-def test_an_unknown_shift_is_suggested(images: np.ndarray) -> None:
-    with pytest.raises(InputError, match="did you mean 'noise'"):
-        shift(images, "nois", 1)
-
-
-def test_the_amount_of_noise_is_what_it_says() -> None:
-    grey = np.full((200, 1, 8, 8), 128, np.uint8)
-    for severity in (1, 2):
-        found = shift(grey, "noise", severity) / 255 - 128 / 255
-        assert math.isclose(float(found.std()), 0.08 * severity, rel_tol=0.05)

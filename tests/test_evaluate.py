@@ -14,7 +14,7 @@ from torch import Tensor
 
 import perada.evaluate
 from perada.data import Client, Federation
-from perada.data.shifts import shift
+from perada.data.corruptions import corrupt
 from perada.evaluate import Scores, logits_of, logits_on, own_logits, personal_scores, score
 from perada.lanes import State
 from perada.simulate import Simulation, prepare
@@ -179,10 +179,10 @@ def plain_broadcast(sim: Simulation) -> Tensor:
 
 def test_shifted_scores_are_those_of_plain_modules_on_shifted_images(sim: Simulation) -> None:
     run = perada.Run.__new__(perada.Run)
-    run.__dict__["simulation"] = sim
+    run.__dict__["simulation"], run.config = sim, sim.config
     pool = sim.federation.test
-    images = torch.from_numpy(shift(sim.federation.images[pool].numpy(), "blur", 4))
-    found = run.evaluate(["blur:4"])["blur:4"]
+    images = torch.from_numpy(corrupt(sim.federation.images[pool].numpy(), "gaussian_blur", 4))
+    found = run.evaluate(["gaussian_blur:4"])["gaussian_blur:4"]
     for k, c in enumerate(sim.federation.clients):
         right = plain(sim, k, images).argmax(-1) == sim.federation.targets[pool]
         assert found.per_client[c.name] == pytest.approx(100 * float(right.double().mean()))
@@ -190,7 +190,7 @@ def test_shifted_scores_are_those_of_plain_modules_on_shifted_images(sim: Simula
 
 def test_all_severities_are_their_mean(sim: Simulation) -> None:
     run = perada.Run.__new__(perada.Run)
-    run.__dict__["simulation"] = sim
+    run.__dict__["simulation"], run.config = sim, sim.config
     each = run.evaluate([f"contrast:{s}" for s in range(1, 6)])
     every = run.evaluate(["contrast"])["contrast"].per_client
     for name, value in every.items():

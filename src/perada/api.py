@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from . import __version__
 from .config import Config, resolve
-from .data import Federation, build_federation, read_image
+from .data import Federation, build_federation, data_home, named_sets, read_image
 from .errors import InputError, Interrupted, RunError, unknown
-from .evaluate import Scores, personal_scores, shifted_scores
+from .evaluate import Scores, personal_scores, scores_on
 from .lanes import State
 from .methods import method_sizes
 from .models import count_groups
@@ -99,7 +99,7 @@ class Run:
         return self.federation.prepare(images, DTYPES[self.config.run.precision])
 
     def evaluate(self, on: Sequence[str] = ("local", "global")) -> dict[str, Scores]:
-        """`local`, `val`, `global`, a shift (`noise`: all severities, `noise:3`: one) or `shifted` (all of them)."""
+        """`local`, `val`, `global`, or a name of `data.named_sets`: `fog:3`, `fog`, `shifted`, `cifar10.1`, ..."""
         sim = self.simulation
         out: dict[str, Scores] = {}
         lanes = sim.personal()
@@ -108,7 +108,8 @@ class Run:
             out |= personal_scores(sim.model, lanes, sim.federation, plain)
         for name in on:
             if name not in plain:
-                out[name] = shifted_scores(sim.model, lanes, sim.federation, name)
+                sets = named_sets(sim.federation, name, self.config.data.root or data_home())
+                out[name] = scores_on(sim.model, lanes, sim.federation, sets)
         return out
 
     def predict(self, client: str, images: Sequence[str | Path]) -> list[dict[str, Any]]:
@@ -286,9 +287,13 @@ def _resume(
     if saved is not None:
         sim.restore(saved)
     write_atomic(path / "config.toml", config.toml().encode())
+    known = sim.now.round
     if sim.now.round < config.train.rounds:
         (path / "summary.json").unlink(missing_ok=True)  # of fewer rounds; it is written again at the end
-    folder.cut_metrics(sim.now.round)
+        if sim.now.finished:
+            sim.reopen()
+            known -= 1  # that row was measured after the last stage
+    folder.cut_metrics(known)
     return Run(folder, config), sim
 
 
@@ -321,9 +326,10 @@ def _finish(run: Run, row: dict[str, Any]) -> None:
     if pretrained:  # full models crossed the network then
         summary["pretrain"] = {k: pretrained[-1][k] for k in ("round", "bytes_up", "bytes_down", "seconds")}
     if run.config.run.shifts:
-        summary["shifted"] = run.evaluate(["shifted"])["shifted"].as_dict()
+        sets = list(named_sets(sim.federation, "shifted", severities=run.config.run.severities))
+        summary["shifted"] = scores_on(sim.model, sim.personal(), sim.federation, sets).as_dict()
         if summary["global_model"]:
-            found = shifted_scores(sim.model, sim.now.broadcast, sim.federation, "shifted")
-            summary["global_model"] |= {"shifted": found.as_dict()["mean"]}
+            found = scores_on(sim.model, sim.now.broadcast, sim.federation, sets).as_dict()
+            summary["global_model"] |= {"shifted": found["mean"]}
     run.folder.write_json("summary.json", summary)
     write_report([run], run.path / "report.html")

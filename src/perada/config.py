@@ -51,9 +51,12 @@ class RunOptions:
     eval_every: int = 1
     checkpoint_every: int = 1
     lanes: int = 0  # most lanes trained at once; 0 is all of a cohort's
-    shifts: bool = False  # at the end, test on shifted copies of the test images too
+    shifts: bool = False  # at the end, test on corrupted copies of the test images too
+    severities: tuple[int, ...] = (1, 2, 3, 4, 5)  # of those
 
     def __post_init__(self) -> None:
+        if not self.severities or not set(self.severities) <= {1, 2, 3, 4, 5}:
+            raise ValueError(f"severities must be numbers from 1 to 5, not {list(self.severities)}")
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2^63, not {self.seed}")
         for name, least in (("seed", 0), ("eval_every", 1), ("checkpoint_every", 1), ("lanes", 0)):
@@ -116,8 +119,9 @@ def resolve(source: str = "digits", overrides: Mapping[str, Any] | None = None) 
     tables = _tables(source)
     tables.pop("tune", None)
     special = tables.pop("methods", {})
-    chosen = (overrides or {}).get("method.name") or dict(tables.get("method", {})).get("name", "perada")
-    for key, value in {**_flat(special, chosen, source), **(overrides or {})}.items():
+    method = tables.get("method", {})
+    chosen = (overrides or {}).get("method.name") or (method.get("name") if isinstance(method, dict) else None)
+    for key, value in {**_flat(special, str(chosen or "perada"), source), **(overrides or {})}.items():
         section, dot, name = key.partition(".")
         if not dot:
             raise unknown("key", key, _known_keys("perada"))

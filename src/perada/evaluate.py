@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .data.federation import Federation, Indices
-from .data.shifts import SHIFTS, shift
-from .errors import InputError, unknown
+from .data.images import Pixels
 from .lanes import LaneModel, State
 
 CHUNK = 4096  # images × lanes in one forward pass, at most; fewer where images are larger than 32×32
@@ -136,23 +135,11 @@ def _own(model: LaneModel, lanes: State, federation: Federation, indices: list[I
     return Scores({c.name: v for c, v in zip(federation.clients, values, strict=True)})
 
 
-def shifted_scores(model: LaneModel, lanes: State, federation: Federation, name: str) -> Scores:
-    """Every client's model on shifted copies of Global-test, mean over shifts and severities.
-
-    name: `noise:3` (one severity), `noise` (all five) or `shifted` (all shifts).
-    """
-    kind, colon, level = name.partition(":")
-    if kind != "shifted" and kind not in SHIFTS:
-        raise unknown("test set", name, ["local", "val", "global", "shifted", *SHIFTS])
-    if colon and level not in ("1", "2", "3", "4", "5"):
-        raise InputError(f"{name!r}: write a severity from 1 to 5 behind the colon")
-    index = torch.from_numpy(federation.test).to(model.device)
-    images, targets = federation.images[index].cpu().numpy(), federation.targets[index]
+def scores_on(model: LaneModel, lanes: State, federation: Federation, sets: Iterable[tuple[Pixels, Tensor]]) -> Scores:
+    """Every client's model on other test sets (`data.named_sets`), the mean over them."""
     rows = []
-    for k in SHIFTS if kind == "shifted" else [kind]:
-        for severity in [int(level)] if colon else [1, 2, 3, 4, 5]:
-            altered = torch.from_numpy(shift(images, k, severity))
-            logits = logits_of(model, lanes, federation, altered)
-            rows.append([score(lane, targets) for lane in logits] * (len(federation.clients) // lanes.lanes))
+    for images, targets in sets:
+        logits = logits_of(model, lanes, federation, torch.from_numpy(images))
+        rows.append([score(lane, targets) for lane in logits] * (len(federation.clients) // lanes.lanes))
     means = [None if None in column else float(np.mean(column)) for column in zip(*rows, strict=True)]
     return Scores({c.name: m for c, m in zip(federation.clients, means, strict=True)})

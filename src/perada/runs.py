@@ -194,10 +194,13 @@ class RunFolder:
                     hashes[name] = self._hashes[name]
             note = {"round": checkpoint.round, "sha256": hashes, "note": checkpoint.note}
             write_atomic(part / "state.json", json.dumps(jsonable(note), indent=1).encode())
-            shutil.rmtree(target, ignore_errors=True)
             _sync_folder(part)
+            aside = self.checkpoints / f".{target.name}.old"
+            if target.exists():  # the same round again: see _found
+                os.replace(target, aside)
             os.replace(part, target)
             _sync_folder(self.checkpoints)
+            shutil.rmtree(aside, ignore_errors=True)
         except OSError as error:
             raise RunError(f"cannot write {target}: {error.strerror}; the checkpoint before it is whole") from error
         self._hashes, self._newest = hashes, target
@@ -214,6 +217,10 @@ class RunFolder:
         return True
 
     def _found(self) -> list[Path]:
+        for aside in self.checkpoints.glob(".round-*.old") if self.checkpoints.is_dir() else ():
+            target = self.checkpoints / aside.name.removeprefix(".").removesuffix(".old")
+            if not target.exists():  # killed between the two names: the old checkpoint is the whole one
+                os.replace(aside, target)
         found = self.checkpoints.glob("round-*") if self.checkpoints.is_dir() else ()
         return sorted(found, key=lambda p: int(p.name.removeprefix("round-")))
 

@@ -76,8 +76,8 @@ class Simulation:
     def step(self) -> None:
         """Train the cohort, update the server."""
         start, now = time.perf_counter(), self.now
-        if now.finished:  # more rounds than were planned: the last stage will be done again
-            self.now = now = replace(now, kept=State(), finished=False)
+        if now.finished:
+            raise ValueError("the method's last stage is done: reopen() before another round")
         clients = self.cohort(now.round)
         trainer = self.trainer(clients)
         upload, kept = self.method.client_update(trainer, now.broadcast, gather(now.kept, clients))
@@ -104,13 +104,21 @@ class Simulation:
         if isinstance(self.method, Finisher) and not now.finished:
             trainer = self.trainer(everybody)
             kept = self.method.finish(trainer, now.broadcast, now.kept)
-            down = now.counters["bytes_down"] + now.broadcast.bytes_per_lane() * len(everybody)
-            last = {**now.last, "failed": sorted(trainer.failed)} if trainer.failed else now.last
-            counters = {**now.counters, "bytes_down": down}
+            failed = trainer.failed | set(now.last.get("failed", ()))
+            last = {**now.last, "failed": sorted(failed)} if failed else now.last
             self.now = replace(
-                now, kept=kept, counters=counters, last=last, changed=frozenset(everybody), finished=True
+                now, kept=kept, counters=self._last_download(1), last=last, changed=frozenset(everybody), finished=True
             )
         self.seconds += time.perf_counter() - start
+
+    def reopen(self) -> None:
+        """More rounds than were planned: as if the last stage had not been done."""
+        self.now = replace(self.now, kept=State(), counters=self._last_download(-1), finished=False)
+
+    def _last_download(self, sign: int) -> dict[str, int]:
+        """For the last stage every client gets the global model."""
+        each, now = self.now.broadcast.bytes_per_lane(), self.now.counters
+        return {**now, "bytes_down": now["bytes_down"] + sign * each * len(self.federation.clients)}
 
     def _count(self, upload: State, broadcast: State, log: dict[str, Any] | None, clients: int) -> dict[str, int]:
         """Bytes over the (simulated) network so far, and how often distillation ran and a guard accepted it."""
@@ -235,6 +243,7 @@ def prepare(
     sim = Simulation(config, federation, model.to(device, dtype), method, public)
     if config.model.weights not in ("embedded", "random"):
         sim.backbone = {k: t for k, t in net.state_dict().items() if not k.endswith("num_batches_tracked")}
+    say(federation.about_images())  # last: a refusal is one line
     return sim
 
 
@@ -273,7 +282,7 @@ def _public(
 ) -> Sequence[Tensor]:
     if not method.parts.distils or config.distill.steps == 0:
         return []
-    images = public_images(config.distill.data, config.data.size)
+    images = public_images(config.distill.data, federation.images.shape[-1], config.data.root)
     if images is None:
         raise InputError("distillation needs public images: set distill.data, or --set distill.steps=0")
     if images.shape[2:] != federation.images.shape[2:]:

@@ -17,9 +17,11 @@ import pytest
 import torch
 from PIL import Image
 
+from perada.data import DataOptions, own
 from perada.data import images as module
-from perada.data import sources
+from perada.data.arrays import npz
 from perada.data.images import decode, resized
+from perada.data.manifest import manifest
 from perada.errors import InputError
 
 RNG = np.random.default_rng(0)
@@ -244,7 +246,7 @@ def test_npz_layouts(tmp_path: Path) -> None:
     x = RNG.integers(0, 256, (6, 3, 8, 9), np.uint8)
     for key, held in (("images", x), ("x", x.transpose(0, 2, 3, 1))):
         np.savez(path, **{key: held, "y": np.array([0, 1, 2, 0, 1, 2], np.uint8)})
-        source = sources.own(str(path), 8, False)
+        source = own(DataOptions(name="folder", root=str(path), size=8))
         assert np.array_equal(source.images, x)
         assert source.targets.tolist() == [0, 1, 2, 0, 1, 2]
         assert (source.classes, source.name) == (("0", "1", "2"), "mine")
@@ -252,7 +254,7 @@ def test_npz_layouts(tmp_path: Path) -> None:
     labels = np.array([[1, 0], [0, 0], [1, 1], [0, 1], [0, 0], [1, 0]])
     split = np.array(["train", "val", "test", "train", "test", "train"])
     np.savez(path, images=x[:, 0], labels=labels, classes=["edema", "nodule"], split=split, site=list("abcabc"))
-    source = sources.npz(str(path))
+    source = npz(str(path))
     assert source.images.shape == (6, 1, 8, 9)
     assert (source.targets.dtype, source.targets.tolist()) == (np.uint8, labels.tolist())
     assert (source.classes, source.mean) == (("edema", "nodule"), (0.5,))
@@ -270,7 +272,7 @@ def test_npz_in_pieces_and_of_jpegs(tmp_path: Path) -> None:
     pieces = {"train_images": x[:3], "val_images": x[3:4], "test_images": x[4:]}
     labels = {"train_labels": [["cat"], ["dog"], ["cat"]], "val_labels": [["emu"]], "test_labels": [["dog"], ["dog"]]}
     np.savez(path, **pieces, **labels)
-    source = sources.npz(str(path))
+    source = npz(str(path))
     assert [source.classes[t] for t in source.targets] == ["cat", "dog", "cat", "emu", "dog", "dog"]
     assert source.test is not None
     assert source.test.tolist() == [False] * 4 + [True] * 2
@@ -278,12 +280,12 @@ def test_npz_in_pieces_and_of_jpegs(tmp_path: Path) -> None:
     data, offset = jpegs(4)
     held: dict[str, Any] = {"jpeg": data, "offset": offset, "y": [0, 1, 0, 1], "domain": [0, 1, 1, 0]}
     np.savez(path, **held, domains=["art", "photo"], classes=["a", "b"])
-    source = sources.npz(str(path))
+    source = npz(str(path))
     assert np.abs(source.images[:, 0, 0, 0].astype(int) - [0, 40, 80, 120]).max() < 4
     assert source.site is not None
     assert source.site.tolist() == ["art", "photo", "photo", "art"]
     np.savez(path, **held | {"offset": offset[::-1]})
-    refused(lambda: sources.npz(str(path)), "mine.npz", "offsets")
+    refused(lambda: npz(str(path)), "mine.npz", "offsets")
 
 
 ONE = np.zeros((3, 8, 8, 3), np.uint8)
@@ -313,19 +315,19 @@ ONE = np.zeros((3, 8, 8, 3), np.uint8)
 )
 def test_bad_npz(tmp_path: Path, held: dict[str, Any], says: str) -> None:
     np.savez(tmp_path / "mine.npz", **held)
-    refused(lambda: sources.npz(str(tmp_path / "mine.npz")), str(tmp_path / "mine.npz"), says)
+    refused(lambda: npz(str(tmp_path / "mine.npz")), str(tmp_path / "mine.npz"), says)
 
 
 def test_a_damaged_npz(tmp_path: Path) -> None:
     path = tmp_path / "mine.npz"
-    refused(lambda: sources.npz(str(path)), "no such file", "mine.npz")
+    refused(lambda: npz(str(path)), "no such file", "mine.npz")
     np.savez_compressed(path, images=ONE, labels=[0, 1, 1])
     data = path.read_bytes()
     for bad in (data[:-40], b"", b"hello", data[:60] + b"\xff" * 20 + data[80:]):
         path.write_bytes(bad)
-        refused(lambda: sources.npz(str(path)), "cannot read", "mine.npz")
+        refused(lambda: npz(str(path)), "cannot read", "mine.npz")
     np.save(path.with_suffix(".npy"), ONE)
-    refused(lambda: sources.npz(str(path.with_suffix(".npy"))), "mine.npy", "without labels")
+    refused(lambda: npz(str(path.with_suffix(".npy"))), "mine.npy", "without labels")
 
 
 # Manifests.
@@ -345,7 +347,7 @@ ROWS = "path,site,split,label\npictures/0.png,a,train,9\npictures/1.png,b,test,1
     ("between", "name"), [(",", "list.csv"), ("\t", "list.tsv"), (";", "list.csv"), (",", "bom.csv")]
 )
 def test_manifest_of_one_label(tmp_path: Path, between: str, name: str) -> None:
-    source = sources.own(table(tmp_path, ROWS.replace(",", between), name), 8, False)
+    source = own(DataOptions(name="folder", root=table(tmp_path, ROWS.replace(",", between), name), size=8))
     assert reds(source.images) == [0, 50, 100]
     assert source.classes == ("9", "10"), "numbers by their size"
     assert source.targets.tolist() == [0, 1, 0]
@@ -361,15 +363,15 @@ def test_manifest_of_several_labels(tmp_path: Path) -> None:
     text = (
         "Path,Edema,Site,Nodule,Split\npictures/3.png,1,b,0,val\nbroken.png,0,c,0,test\npictures/1.png,1,a,1.0,train\n"
     )
-    refused(lambda: sources.manifest(table(tmp_path, text), 8), "broken.png", "data.skip_bad=true")
-    source = sources.manifest(table(tmp_path, text), 8, skip_bad=True)
+    refused(lambda: manifest(table(tmp_path, text), 8), "broken.png", "data.skip_bad=true")
+    source = manifest(table(tmp_path, text), 8, skip_bad=True)
     assert source.classes == ("Edema", "Nodule")
     assert source.targets.tolist() == [[1, 0], [1, 1]]
     assert source.site is not None
     assert source.val is not None
     assert (source.site.tolist(), source.val.tolist(), source.test) == (["b", "a"], [True, False], None)
     assert reds(source.images) == [150, 50]
-    noted = sources.manifest(table(tmp_path, f"path,label,age\n{tmp_path}/pictures/3.png,cat,77\n"), 8)
+    noted = manifest(table(tmp_path, f"path,label,age\n{tmp_path}/pictures/3.png,cat,77\n"), 8)
     assert (noted.classes, noted.site, reds(noted.images)) == (("cat",), None, [150])
 
 
@@ -390,10 +392,10 @@ def test_manifest_of_several_labels(tmp_path: Path) -> None:
     ],
 )
 def test_bad_manifest(tmp_path: Path, text: str, says: list[str]) -> None:
-    refused(lambda: sources.manifest(table(tmp_path, text), 8), str(tmp_path / "list.csv"), *says)
+    refused(lambda: manifest(table(tmp_path, text), 8), str(tmp_path / "list.csv"), *says)
 
 
 def test_a_manifest_that_is_none(tmp_path: Path) -> None:
-    refused(lambda: sources.manifest(str(tmp_path / "gone.csv")), "gone.csv")
+    refused(lambda: manifest(str(tmp_path / "gone.csv")), "gone.csv")
     (tmp_path / "list.csv").write_bytes(b"path,label\n\xff\xfe,x\n")
-    refused(lambda: sources.manifest(str(tmp_path / "list.csv")), "list.csv", "UTF-8")
+    refused(lambda: manifest(str(tmp_path / "list.csv")), "list.csv", "UTF-8")

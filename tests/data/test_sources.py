@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from perada.data import sources
-from perada.data.chexpert import DISEASES
-from perada.data.cifar import CIFAR10_CLASSES, CORRUPTIONS
+from perada.data import SOURCES, DataOptions, public_images
+from perada.data.chexpert import DISEASES, chexpert
+from perada.data.cifar import CIFAR10_CLASSES, CORRUPTIONS, cifar10, cifar10_1, cifar10_c, cifar100, stl10, stl10_public
+from perada.data.office import office_home
 from perada.errors import InputError
 
 RNG = np.random.default_rng(0)
@@ -96,6 +97,12 @@ def test_our_python_2_pickles_are_what_numpy_reads(tmp_path: Path) -> None:
     assert found[b"labels"] == [1, 300]
 
 
+def public(name: str, root: str, size: int) -> np.ndarray:
+    found = public_images(name, size, root)
+    assert found is not None
+    return found.numpy()
+
+
 @pytest.mark.parametrize("layout", ["cifar-10-batches-py", "cifar-10-batches-bin", "npz"])
 @pytest.mark.parametrize("inner", [False, True])
 def test_cifar10(tmp_path: Path, layout: str, inner: bool) -> None:
@@ -107,7 +114,7 @@ def test_cifar10(tmp_path: Path, layout: str, inner: bool) -> None:
     else:
         shutil.copytree(cifar10_files(tmp_path / "all") / layout, tmp_path / layout)
         root = (tmp_path / layout).rename(tmp_path / "renamed") if inner else tmp_path
-    source = sources.SOURCES["cifar10"](str(root), 32, False)
+    source = SOURCES["cifar10"](DataOptions(name="cifar10", root=str(root), size=32))
     assert np.array_equal(source.images, X10)
     assert np.array_equal(source.targets, Y10)
     assert source.targets.dtype == np.int64
@@ -119,7 +126,7 @@ def test_cifar10(tmp_path: Path, layout: str, inner: bool) -> None:
 
 @pytest.mark.parametrize("layout", ["cifar-100-python", "cifar-100-binary"])
 def test_cifar100_has_the_fine_labels(tmp_path: Path, layout: str) -> None:
-    source = sources.cifar100(str(cifar100_files(tmp_path) / layout))
+    source = cifar100(str(cifar100_files(tmp_path) / layout))
     assert np.array_equal(source.images, X100)
     assert np.array_equal(source.targets, FINE)
     assert source.classes[:2] == ("class0", "class1")
@@ -129,11 +136,10 @@ def test_cifar100_has_the_fine_labels(tmp_path: Path, layout: str) -> None:
 
 def test_public_images_are_the_training_ones_at_the_size_asked_for(tmp_path: Path) -> None:
     root = str(cifar10_files(tmp_path))
-    assert np.array_equal(sources.public("cifar10", root, 32), X10[: 5 * EACH])
-    found = sources.public("cifar10", root, 16)
+    assert np.array_equal(public("cifar10", root, 32), X10[: 5 * EACH])
+    found = public("cifar10", root, 16)
     assert found.shape == (5 * EACH, 3, 16, 16)
     assert np.abs(found.mean((2, 3)) - X10[: 5 * EACH].mean((2, 3))).max() < 2
-    refused(lambda: sources.public("cifar1", root, 32), "did you mean 'cifar10'?")
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4])
@@ -143,7 +149,7 @@ def test_batches_written_again_by_python_3(tmp_path: Path, protocol: int) -> Non
         x, y = X10[i * EACH : (i + 1) * EACH].reshape(EACH, -1), Y10[i * EACH : (i + 1) * EACH].tolist()
         held = {b"data": np.asfortranarray(x) if i == 1 else x, b"labels": y}
         (root / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(held, protocol))
-    assert np.array_equal(sources.cifar10(str(root)).images, X10)
+    assert np.array_equal(cifar10(str(root)).images, X10)
 
 
 class Evil:
@@ -160,16 +166,16 @@ def test_a_pickle_runs_nothing(tmp_path: Path) -> None:
     good = batch.read_bytes()
     for protocol in (0, 2, 4):
         batch.write_bytes(pickle.dumps({"data": Evil(tmp_path / "owned")}, protocol))
-        refused(lambda: sources.cifar10(str(root)), "data_batch_2", "mkdir", "not run")
+        refused(lambda: cifar10(str(root)), "data_batch_2", "mkdir", "not run")
     for code in (b"cbuiltins\neval\n(U\x011tR.", b"c__builtin__\ngetattr\n.", b"cnumpy\nload\n.", b"(inumpy\nload\n."):
         batch.write_bytes(b"\x80\x02" + code)
-        refused(lambda: sources.cifar10(str(root)), "data_batch_2", "not run")
+        refused(lambda: cifar10(str(root)), "data_batch_2", "not run")
     assert not (tmp_path / "owned").exists()
     # Setting attributes of the classes that stand for numpy's must not outlast the file.
     batch.write_bytes(b"\x80\x02cnumpy\nndarray\n(N}U\x0c__setstate__U\x01xstb.")
-    refused(lambda: sources.cifar10(str(root)), "data_batch_2")
+    refused(lambda: cifar10(str(root)), "data_batch_2")
     batch.write_bytes(good)
-    assert np.array_equal(sources.cifar10(str(root)).images, X10)
+    assert np.array_equal(cifar10(str(root)).images, X10)
 
 
 def damage(path: Path, how: str) -> None:
@@ -196,37 +202,37 @@ def damage(path: Path, how: str) -> None:
 def test_a_damaged_cifar_file_is_named(tmp_path: Path, file: str, how: str, says: str) -> None:
     root = cifar10_files(tmp_path)
     damage(root / file, how)
-    refused(lambda: sources.cifar10(str((root / file).parent)), Path(file).stem.split(".")[0], says)
+    refused(lambda: cifar10(str((root / file).parent)), Path(file).stem.split(".")[0], says)
 
 
 def test_cifar_labels_out_of_range_and_missing_folders(tmp_path: Path) -> None:
-    refused(lambda: sources.cifar10(str(tmp_path)), "cifar-10-batches-py", "perada data get cifar10", str(tmp_path))
-    refused(lambda: sources.cifar100(str(tmp_path)), "cifar-100-python", "perada data get cifar100")
+    refused(lambda: cifar10(str(tmp_path)), "cifar-10-batches-py", "perada data get cifar10", str(tmp_path))
+    refused(lambda: cifar100(str(tmp_path)), "cifar-100-python", "perada data get cifar100")
     root = cifar10_files(tmp_path)
     bad = root / "cifar-10-batches-bin" / "data_batch_4.bin"
     bad.write_bytes(b"\x0c" + bad.read_bytes()[1:])
-    refused(lambda: sources.cifar10(str(bad.parent)), "data_batch_4.bin", "label 12", "0 to 9")
+    refused(lambda: cifar10(str(bad.parent)), "data_batch_4.bin", "label 12", "0 to 9")
     held = {"labels": [0, 1, 2, -1], "data": X10[:4].reshape(4, -1)}
     dump(root / "cifar-10-batches-py" / "data_batch_5", held)
-    refused(lambda: sources.cifar10(str(root)), "data_batch_5", "label -1")
+    refused(lambda: cifar10(str(root)), "data_batch_5", "label -1")
     np.savez(tmp_path / "other.npz", images=X10[:, :, :8, :8], labels=Y10)
-    refused(lambda: sources.cifar10(str(tmp_path / "other.npz")), "other.npz", "x_train")
+    refused(lambda: cifar10(str(tmp_path / "other.npz")), "other.npz", "x_train")
 
 
 def test_cifar10_1(tmp_path: Path) -> None:
     data, labels = tmp_path / "cifar10.1_v6_data.npy", tmp_path / "cifar10.1_v6_labels.npy"
-    refused(lambda: sources.cifar10_1(str(tmp_path)), "perada data get cifar10.1")
+    refused(lambda: cifar10_1(str(tmp_path)), "perada data get cifar10.1")
     np.save(data, X10.transpose(0, 2, 3, 1))
     np.save(labels, Y10.astype(np.int32))
-    images, found = sources.evaluation("cifar10.1", str(tmp_path))
+    images, found = cifar10_1(str(tmp_path))
     assert np.array_equal(images, X10)
     assert np.array_equal(found, Y10)
     np.save(labels, np.where(Y10 == 3, 10, Y10).astype(np.int32))
-    refused(lambda: sources.cifar10_1(str(tmp_path)), labels.name, "label 10 of image 3")
+    refused(lambda: cifar10_1(str(tmp_path)), labels.name, "label 10 of image 3")
     np.save(data, X10)
-    refused(lambda: sources.cifar10_1(str(tmp_path)), data.name, "[n, 32, 32, 3]")
+    refused(lambda: cifar10_1(str(tmp_path)), data.name, "[n, 32, 32, 3]")
     np.save(data, np.array([Evil(tmp_path)], object), allow_pickle=True)
-    refused(lambda: sources.cifar10_1(str(tmp_path)), data.name)
+    refused(lambda: cifar10_1(str(tmp_path)), data.name)
 
 
 def test_cifar10_c_reads_one_severity_of_one_corruption(tmp_path: Path) -> None:
@@ -238,22 +244,21 @@ def test_cifar10_c_reads_one_severity_of_one_corruption(tmp_path: Path) -> None:
     np.save(folder / "fog.npy", x)
     np.save(folder / "labels.npy", y)
     for severity in (1, 4, 5):
-        images, labels = sources.cifar10_c(str(tmp_path), "fog", severity)
+        images, labels = cifar10_c(str(tmp_path), "fog", severity)
         assert np.array_equal(images, x[(severity - 1) * each : severity * each].transpose(0, 3, 1, 2))
         assert np.array_equal(labels, y[:each])
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    sources.evaluation("cifar10-c:fog:2", str(folder))
+    cifar10_c(str(folder), "fog", 2)
     peak = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
     assert peak < x.nbytes / 2, "the other severities stay on disk"
     assert len(CORRUPTIONS) == len(set(CORRUPTIONS)) == 19
-    refused(lambda: sources.cifar10_c(str(tmp_path), "fogg", 1), "did you mean 'fog'?")
-    refused(lambda: sources.cifar10_c(str(tmp_path), "fog", 6), "1 to 5")
-    refused(lambda: sources.cifar10_c(str(tmp_path), "snow", 1), "snow.npy is missing")
-    refused(lambda: sources.evaluation("cifar10-c:fog:", str(tmp_path)), "cifar10-c:fog:")
+    refused(lambda: cifar10_c(str(tmp_path), "fogg", 1), "did you mean 'fog'?")
+    refused(lambda: cifar10_c(str(tmp_path), "fog", 6), "1 to 5")
+    refused(lambda: cifar10_c(str(tmp_path), "snow", 1), "snow.npy is missing")
     (folder / "fog.npy").write_bytes((folder / "fog.npy").read_bytes()[:-1000])
-    refused(lambda: sources.cifar10_c(str(tmp_path), "fog", 1), "fog.npy", "cut short")
+    refused(lambda: cifar10_c(str(tmp_path), "fog", 1), "fog.npy", "cut short")
 
 
 @pytest.fixture
@@ -274,7 +279,7 @@ def stl(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("size", [96, 32])
 def test_stl10(stl: Path, size: int) -> None:
-    source = sources.SOURCES["stl10"](str(stl), size, False)
+    source = SOURCES["stl10"](DataOptions(name="stl10", root=str(stl), size=size))
     assert source.images.shape == (8, 3, size, size)
     assert source.targets.tolist() == [0, 1, 9, 2] * 2
     assert source.test is not None
@@ -282,16 +287,16 @@ def test_stl10(stl: Path, size: int) -> None:
     a = size // 8
     assert source.images[0, 1, a, 6 * a] == 255, "up on the right, not down on the left"
     assert source.images[0, 1, 6 * a, a] == 0
-    public = sources.public("stl10", str(stl / "stl10_binary"), size)
-    assert public[:, 2, -1, 0].tolist() == [30] * 4 + [10] * 4, "unlabelled and train, not test"
+    found = public("stl10", str(stl / "stl10_binary"), size)
+    assert found[:, 2, -1, 0].tolist() == [30] * 4 + [10] * 4, "unlabelled and train, not test"
 
 
 def test_bad_stl10(stl: Path) -> None:
     folder = stl / "stl10_binary"
     (folder / "train_y.bin").write_bytes(bytes([1, 2, 0, 3]))
-    refused(lambda: sources.stl10(str(stl), 96), "train_y.bin", "image 2 is out of range")
+    refused(lambda: stl10(str(stl), 96), "train_y.bin", "image 2 is out of range")
     damage(folder / "unlabeled_X.bin", "cut")
-    refused(lambda: sources.stl10_public(str(stl), 96), "unlabeled_X.bin", "whole images")
+    refused(lambda: stl10_public(str(stl), 96), "unlabeled_X.bin", "whole images")
 
 
 def picture(path: Path, red: int = 0) -> Path:
@@ -307,7 +312,7 @@ def test_office_home(tmp_path: Path) -> None:
         for name in ("Alarm_Clock", "Bed"):
             picture(base / domain / name / "00001.png", 50 * i)
     (base / "ImageInfo.csv").write_text("x")
-    source = sources.SOURCES["office-home"](str(tmp_path), 8, False)
+    source = SOURCES["office-home"](DataOptions(name="office-home", root=str(tmp_path), size=8))
     assert source.name == "office-home"
     assert source.site is not None
     assert source.site.tolist() == [d for d in domains for _ in range(2)]
@@ -315,14 +320,14 @@ def test_office_home(tmp_path: Path) -> None:
     assert source.classes == ("Alarm_Clock", "Bed")
     assert source.mean == (0.485, 0.456, 0.406)
     shutil.rmtree(base / "Product" / "Bed")
-    refused(lambda: sources.office_home(str(base), 8), "Product has no images of Bed")
+    refused(lambda: office_home(str(base), 8), "Product has no images of Bed")
     shutil.rmtree(base / "Real World")
-    refused(lambda: sources.office_home(str(base), 8), "no folder Real World")
-    refused(lambda: sources.office_home(str(base / "Art"), 8), "domain/class/image")
-    refused(lambda: sources.office_home(str(tmp_path / "gone"), 8), "gone")
+    refused(lambda: office_home(str(base), 8), "no folder Real World")
+    refused(lambda: office_home(str(base / "Art"), 8), "domain/class/image")
+    refused(lambda: office_home(str(tmp_path / "gone"), 8), "gone")
     for domain in ("photo", "sketch"):
         picture(tmp_path / "pacs" / domain / "dog" / "1.png")
-    assert sources.office_home(str(tmp_path / "pacs"), 8).name == "pacs"
+    assert office_home(str(tmp_path / "pacs"), 8).name == "pacs"
 
 
 @pytest.fixture
@@ -352,7 +357,7 @@ def xrays(tmp_path: Path) -> Path:
     ],
 )
 def test_chexpert(xrays: Path, uncertain: Any, rows: list[list[int]]) -> None:
-    source = sources.chexpert(str(xrays.parent), 8, uncertain)
+    source = chexpert(str(xrays.parent), 8, uncertain)
     assert source.targets.tolist() == rows
     assert source.targets.dtype == np.uint8
     assert source.multilabel
@@ -360,7 +365,13 @@ def test_chexpert(xrays: Path, uncertain: Any, rows: list[list[int]]) -> None:
     assert source.test is None
     reds = source.images[:, 0, 0, 0].astype(int)
     assert np.abs(reds - ([0, 60, 120] if len(rows) == 3 else [0, 120])).max() < 5
-    assert sources.SOURCES["chexpert"](str(xrays), 8, False).targets.tolist()[1] == [0, 1, 0, 1, 0], "U-Ones"
+    assert SOURCES["chexpert"](DataOptions(name="chexpert", root=str(xrays), size=8)).targets.tolist()[1] == [
+        0,
+        1,
+        0,
+        1,
+        0,
+    ], "U-Ones"
 
 
 def test_bad_chexpert(xrays: Path) -> None:
@@ -368,13 +379,13 @@ def test_bad_chexpert(xrays: Path) -> None:
     text = table.read_text()
     gone = xrays / "train" / "patient00001" / "study1" / "view1_frontal.jpg"
     gone.unlink()
-    refused(lambda: sources.chexpert(str(xrays), 8), "train.csv", "row 3", str(gone))
-    assert sources.chexpert(str(xrays), 8, skip_bad=True).targets.tolist() == [[1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]
+    refused(lambda: chexpert(str(xrays), 8), "train.csv", "row 3", str(gone))
+    assert chexpert(str(xrays), 8, skip_bad=True).targets.tolist() == [[1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]
     table.write_text(text.replace("Edema", "Oedema"))
-    refused(lambda: sources.chexpert(str(xrays), 8), "train.csv", "no column 'Edema'")
+    refused(lambda: chexpert(str(xrays), 8), "train.csv", "no column 'Edema'")
     table.write_text(text.replace("-1.0,,1.0", "2.0,,1.0"))
-    refused(lambda: sources.chexpert(str(xrays), 8), "row 3", "Edema is '2.0'")
+    refused(lambda: chexpert(str(xrays), 8), "row 3", "Edema is '2.0'")
     table.write_text(text.splitlines()[0] + "\n")
-    refused(lambda: sources.chexpert(str(xrays), 8), "train.csv", "no images")
-    refused(lambda: sources.chexpert(str(xrays / "train"), 8), "train.csv", "perada data get chexpert")
-    refused(lambda: sources.chexpert(str(xrays), 8, "one"), "did you mean 'ones'?")  # type: ignore[arg-type]
+    refused(lambda: chexpert(str(xrays), 8), "train.csv", "no images")
+    refused(lambda: chexpert(str(xrays / "train"), 8), "train.csv", "perada data get chexpert")
+    refused(lambda: chexpert(str(xrays), 8, "one"), "did you mean 'ones'?")  # type: ignore[arg-type]

@@ -119,7 +119,9 @@ def test_every_method_trains(method: str, tmp_path: Path, capsys: pytest.Capture
     found = strict(said(capsys, "train", "digits", "--method", method, *words, "--out", str(out), "--json"))
     assert found["method"] == method
     assert found["bytes_up"] == (0 if method == "standalone" else found["bytes_up"])
-    assert (found["global_model"] is None) == (method == "standalone")
+    whole = "full", "adapter"  # of the partial methods no whole model is at the server
+    parts = REGISTRY[method]().parts
+    assert (found["global_model"] is not None) == (parts.shares in whole and parts.withholds is None)
     assert perada.load(out).clients == tuple(f"client-{m:02d}" for m in range(4))
 
 
@@ -161,13 +163,13 @@ def test_your_own_folder_from_training_to_prediction(
 
 
 def test_evaluate_as_json_is_one_document(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "evaluate", str(run), "--on", "local,global,noise:3,shifted", "--json")
+    text = said(capsys, "evaluate", str(run), "--on", "local,global,fog:3,shifted:3", "--json")
     found = strict(text)
-    assert found.keys() == {"run", "local_test", "global_test", "noise:3", "shifted"}
+    assert found.keys() == {"run", "local_test", "global_test", "fog:3", "shifted:3"}
     summary = json.loads((run / "summary.json").read_text())
     assert found["local_test"] == summary["local_test"], "a run is evaluated again to the same numbers"
     assert found["global_test"] == summary["global_test"]
-    assert len(found["shifted"]["per_client"]) == 4
+    assert len(found["shifted:3"]["per_client"]) == 4
 
 
 def test_evaluate_prints_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 from ..errors import InputError, unknown
+from .arrays import npz
+from .augment import AUGMENT
+from .chexpert import chexpert
+from .cifar import cifar10, cifar100, stl10, stl10_public
 from .digits import digits, glyphs
 from .federation import Client, Federation, Source
-from .folder import folder, read_image, unlabelled
+from .folder import folder, unlabelled
+from .images import IMAGENET, Pixels, read_image, resized
+from .manifest import manifest
+from .office import office_home
 from .split import split
+from .testsets import named_sets
 
-__all__ = ["Client", "DataOptions", "Federation", "Source", "build_federation", "public_images", "read_image"]
+__all__ = [
+    "PUBLIC",
+    "SOURCES",
+    "Client",
+    "DataOptions",
+    "Federation",
+    "Source",
+    "build_federation",
+    "data_home",
+    "named_sets",
+    "own",
+    "public_images",
+    "read_image",
+]
 
 
 @dataclass(frozen=True)
@@ -34,7 +58,12 @@ class DataOptions:
     test: float = 0.2  # share of the data for testing, where a source has no test set of its own
     server_val: float = 0.0  # share of the training data the server holds, labelled, for distill.guard=server
     seed: int = 0  # of the split; the run's own seed does not change who holds what
-    size: int = 64  # pixels of the images of your own data
+    size: int = 64  # pixels that image files are scaled to; arrays (CIFAR, .npz) keep their own size
+    labels: tuple[str, ...] = ()  # multi-label: only these; empty is all
+    uncertain: Literal["ones", "zeros", "ignore"] = "ones"  # what CheXpert's -1 means; ignore drops the image
+    normalise: Literal["data", "imagenet"] = "data"  # whose mean and std; imagenet's is what its backbones expect
+    augment: Literal["none", "flip", "crop", "resized-crop"] = "none"  # random views of training images
+    resident: Literal["auto", "yes", "no"] = "auto"  # images on the compute device, or streamed to it
     skip_bad: bool = False  # pass over images that cannot be read
 
     def __post_init__(self) -> None:
@@ -60,42 +89,124 @@ class DataOptions:
             raise ValueError(f"size must be at least 8 pixels, not {self.size}")
 
 
+def own(options: DataOptions) -> Source:
+    """What `--data PATH` gives: a folder of images, a `.npz` file, or a CSV or TSV manifest."""
+    ending = Path(options.root).suffix.lower()
+    if ending == ".npz":
+        return npz(options.root)
+    if ending in (".csv", ".tsv"):
+        return manifest(options.root, options.size, options.skip_bad)
+    return folder(options.root, options.size, options.skip_bad)
+
+
+def _laid_out(load: Callable[[DataOptions], Source]) -> Callable[[DataOptions], Source]:
+    """A source that comes as folders, or as somebody's `.npz` or manifest of it."""
+
+    def either(options: DataOptions) -> Source:
+        return own(options) if Path(options.root).suffix.lower() in (".npz", ".csv", ".tsv") else load(options)
+
+    return either
+
+
+def data_home() -> str:
+    """Where `perada data get` puts things: $PERADA_DATA, or a folder in the user's cache."""
+    return os.environ.get("PERADA_DATA") or str(Path.home() / ".cache" / "perada" / "data")
+
+
 SOURCES: dict[str, Callable[[DataOptions], Source]] = {
     "digits": lambda options: digits(),
-    "folder": lambda options: folder(options.root, options.size, options.skip_bad),
+    "cifar10": lambda options: cifar10(options.root or data_home()),
+    "cifar100": lambda options: cifar100(options.root or data_home()),
+    "stl10": lambda options: stl10(options.root or data_home(), options.size),
+    "office-home": _laid_out(lambda o: office_home(o.root or data_home(), o.size, o.skip_bad)),
+    "chexpert": _laid_out(lambda o: chexpert(o.root or data_home(), o.size, o.uncertain, o.skip_bad)),
+    "folder": own,
 }
 
-
-PUBLIC = ("none", "glyphs", *(name for name in SOURCES if name != "folder"))  # what distill.data may be beside a folder
+PUBLIC = ("none", "glyphs", "digits", "cifar10", "cifar100", "stl10")  # what distill.data may be beside a path
 
 
 def build_federation(options: DataOptions, device: torch.device) -> Federation:
     """Load the source and deal it out to the clients."""
-    source = SOURCES[options.name](options)
+    source = _chosen(SOURCES[options.name](options), options)
     clients, server = split(source, options)
     empty = [c.name for c in clients if len(c.train) == 0]
     if empty:
         raise InputError(f"no training data at {', '.join(empty)}: give them some, or lower data.val and data.test")
-    targets = torch.from_numpy(source.targets)
+    targets, images = torch.from_numpy(source.targets), torch.from_numpy(_writable(source.images))
+    stream = options.resident == "no" or (options.resident == "auto" and not _fits(images, device))
     return Federation(
         name=source.name,
-        images=torch.from_numpy(source.images).to(device),
+        images=images if stream else images.to(device),
         targets=(targets.float() if source.multilabel else targets).to(device),
         classes=source.classes,
         clients=clients,
         mean=source.mean,
         std=source.std,
         server_val=server,
+        augment=AUGMENT[options.augment],
+        stream=stream,
     )
 
 
-def public_images(name: str, size: int) -> torch.Tensor | None:
-    """The server's public images by source name or folder, uint8 `[n, C, H, W]`; labels are dropped."""
+def _chosen(source: Source, options: DataOptions) -> Source:
+    """The labels and the normalisation that are asked for."""
+    if options.normalise == "imagenet":
+        mean, std = IMAGENET if source.images.shape[1] == 3 else ((0.449,), (0.226,))  # grey: the channels' mean
+        source = replace(source, mean=mean, std=std)
+    if not options.labels:
+        return source
+    if not source.multilabel:
+        raise InputError("data.labels is for multi-label data: remove it, or data.root is not what you think")
+    for name in options.labels:
+        if name not in source.classes:
+            raise unknown("label", name, source.classes)
+    at = [source.classes.index(name) for name in options.labels]
+    return replace(source, targets=source.targets[:, at].astype(np.uint8), classes=options.labels)
+
+
+def _writable(images: Pixels) -> Pixels:
+    """torch takes no read-only array; mapped pixels stay mapped, copied only where somebody writes."""
+    if images.flags.writeable:
+        return images
+    if isinstance(images, np.memmap) and images.filename is not None:
+        return np.memmap(images.filename, images.dtype, "c", images.offset, images.shape)
+    return images.copy()
+
+
+def _fits(images: torch.Tensor, device: torch.device) -> bool:
+    """Whether the images leave most of a GPU's memory free."""
+    return device.type != "cuda" or images.numel() < 0.4 * torch.cuda.mem_get_info(device)[0]
+
+
+def public_images(name: str, size: int, root: str = "") -> torch.Tensor | None:
+    """The server's public images, uint8 `[n, C, size, size]`, without labels: a source's name, a folder of images or
+    an `.npz` file. A named source is looked for beside the clients' data (`root`), then at `data_home()`."""
     if name == "none":
         return None
     if name == "glyphs":
         return torch.from_numpy(glyphs())
-    if name in PUBLIC:
-        source = SOURCES[name](DataOptions(name=name))
-        return torch.from_numpy(source.images if source.test is None else source.images[~source.test])
-    return torch.from_numpy(unlabelled(name, size))
+    if name not in PUBLIC and Path(name).suffix.lower() != ".npz":
+        return torch.from_numpy(_writable(unlabelled(name, size)))
+    images = _training(npz(name)) if name not in PUBLIC else _public(name, size, root)
+    if images.shape[2:] != (size, size):
+        images = resized(images, size)
+    return torch.from_numpy(_writable(images))
+
+
+def _training(source: Source) -> Pixels:
+    return source.images if source.test is None else source.images[~source.test]
+
+
+def _public(name: str, size: int, root: str) -> Pixels:
+    """The official training images (and all of STL-10's unlabelled ones), in the order of their files."""
+    if name == "digits":
+        return digits().images
+    beside = str(Path(root).parent if Path(root).suffix else root)
+    for home in dict.fromkeys((beside or data_home(), data_home())):
+        try:
+            return stl10_public(home, size) if name == "stl10" else _training(SOURCES[name](DataOptions(name, home)))
+        except InputError:
+            if home == data_home():
+                raise
+    raise AssertionError

@@ -63,7 +63,7 @@ class Judge(Protocol):
 
 @runtime_checkable
 class Finisher(Protocol):
-    """A method with a last stage at every client, after the last round."""
+    """A method with a last stage at every client, after the last round; before it, clients keep nothing."""
 
     def finish(self, trainer: Trainer, received: State, kept: State) -> State:
         """What the clients keep then: a lane each."""

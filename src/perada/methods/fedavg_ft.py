@@ -1,7 +1,7 @@
 """FedAvg+FT: FedAvg, then every client fine-tunes the global model on its own data, once, at the end.
 
-Wang et al., "Federated Evaluation of On-device Personalization", 2019; Yu et al., "Salvaging Federated
-Learning by Local Adaptation", 2020. Rounds as in FedAvg (Algorithm 1 of McMahan et al.); then
+Wang et al., "Federated Evaluation of On-device Personalization", arXiv 2019; Yu et al., "Salvaging Federated
+Learning by Local Adaptation", arXiv 2020. Rounds as in FedAvg (Algorithm 1 of McMahan et al.); then
 
     v ← v − η ∇L_m(v)          at EVERY client, from w; v_m stays with the client
 """

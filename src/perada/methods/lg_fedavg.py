@@ -1,6 +1,6 @@
 """LG-FedAvg: every client its own feature extractor, one head for all.
 
-Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Global Representations", 2020,
+Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Global Representations", arXiv 2020,
 Algorithm 1. With ℓ_m the feature extractor of client m and h the head:
 
     (ℓ, h) ← (ℓ, h) − η ∇L_m(ℓ, h)          from its own ℓ_m and h

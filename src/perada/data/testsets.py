@@ -1,0 +1,64 @@
+"""Test sets beside the clients' own: corrupted copies of Global-test, and the published CIFAR ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import InputError, unknown
+from .cifar import cifar10_1, cifar10_c
+from .corruptions import CORRUPTIONS, SEVERITIES, corrupted
+from .federation import Federation
+from .images import Pixels, cache_folder
+
+NAMES = ("shifted", *CORRUPTIONS, "cifar10.1", "cifar10-c")
+_CACHED = 1 << 22  # bytes of a test set from which its corrupted copies are worth keeping on disk
+
+
+def named_sets(
+    federation: Federation, name: str, root: str = "", severities: Sequence[int] = SEVERITIES
+) -> Iterator[tuple[Pixels, Tensor]]:
+    """uint8 images `[n, C, H, W]` and their targets: one set, or several whose scores are averaged.
+
+    name: `fog` or `fog:3` for Global-test corrupted here; `shifted` or `shifted:3` for all 19 corruptions of it;
+    `cifar10.1`; `cifar10-c`, `cifar10-c:fog` or `cifar10-c:fog:3` for the published files, below `root`.
+    A name without a severity has all of `severities`.
+    """
+    head, *rest = name.split(":")
+    if head not in NAMES:
+        raise unknown("test set", name, ["local", "val", "global", *NAMES])
+    if head == "cifar10.1":
+        _no_more(name, rest)
+        return iter([_official(federation, *cifar10_1(root))])
+    kinds = list(CORRUPTIONS) if head in ("shifted", "cifar10-c") else [head]
+    if head == "cifar10-c" and rest:
+        if rest[0] not in CORRUPTIONS:
+            raise unknown("corruption", rest[0], CORRUPTIONS)
+        kinds, rest = [rest[0]], rest[1:]
+    levels = list(severities)
+    if rest:
+        if rest[0] not in map(str, SEVERITIES):
+            raise InputError(f"{name!r}: write a severity from 1 to 5 behind the colon")
+        levels = [int(rest[0])]
+    _no_more(name, rest[1:])
+    if head == "cifar10-c":
+        return (_official(federation, *cifar10_c(root, k, s)) for k in kinds for s in levels)
+    images, targets = federation.take(federation.test).cpu().numpy(), federation.labels(federation.test)
+    home = cache_folder() if images.nbytes >= _CACHED else None
+    cache = home / "corruptions" if home else None
+    return ((made, targets) for _, _, made in corrupted(images, kinds, levels, cache=cache))
+
+
+def _no_more(name: str, rest: Sequence[str]) -> None:
+    if rest:
+        raise InputError(f"{name!r}: nothing is known by {':'.join(rest)!r} there")
+
+
+def _official(federation: Federation, images: Pixels, labels: NDArray[np.int64]) -> tuple[Pixels, Tensor]:
+    if federation.multilabel or len(federation.classes) != 10 or federation.images.shape[1:] != images.shape[1:]:
+        raise InputError("CIFAR-10's test sets need a model of 10 classes and 32×32 colour images")
+    return images, torch.from_numpy(labels).to(federation.device)
