@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -251,9 +252,8 @@ def resumable(path: Path, command: str = "perada train") -> Iterator[None]:
         raise Interrupted(path) from stop
     except (OSError, MemoryError, torch.OutOfMemoryError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RunError(
-            f"{reason}; the last finished round is saved: mend it, then {command} --out {path} --resume"
-        ) from error
+        again = f"{command} --out {shlex.quote(str(path))} --resume"
+        raise RunError(f"{reason}; the last finished round is saved: mend it, then {again}") from error
 
 
 def free_path(path: Path) -> Path:
@@ -271,7 +271,7 @@ def _resume(
 ) -> tuple[Run, Simulation]:
     """The run as its folder describes it. Only the device, the number of rounds and where your own data are may
     be given anew."""
-    path = Path(out) if out is not None else _newest(default_out(source, resolve(source, overrides)))
+    path = Path(out) if out is not None else newest_path(default_out(source, resolve(source, overrides)))
     folder = RunFolder.open(path)
     stored = str(path / "config.toml")
     may = {k: v for k, v in overrides.items() if k in ("run.device", "train.rounds", "data.root")}
@@ -297,7 +297,7 @@ def _resume(
     return Run(folder, config), sim
 
 
-def _newest(path: Path) -> Path:
+def newest_path(path: Path) -> Path:
     found = [p for p in path.parent.glob(f"{path.name}*") if re.fullmatch(re.escape(path.name) + r"(-\d+)?", p.name)]
     if not found:
         raise InputError(f"nothing to resume: there is no {path}; name the folder with --out")

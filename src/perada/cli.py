@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +12,10 @@ import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
+    DownloadColumn,
     Progress,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -26,17 +23,20 @@ from . import __version__, standings, tables
 from .api import Run, default_source, load, train
 from .compare import compare
 from .config import parse_grid, parse_setting, presets, resolve
-from .errors import InputError, Interrupted, RunError
+from .data import data_home, download
+from .errors import InputError, RunError
 from .memory import keep_memory
 from .methods import REGISTRY, method_sizes
 from .models import count_groups
-from .report import write_report
+from .report import write_partition, write_report
 from .runs import device_of
-from .simulate import Progress as RoundProgress
 from .tune import tune
+from .watch import err, watched
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
-out, err = Console(), Console(stderr=True)
+data_app = typer.Typer(no_args_is_help=True, help="Fetch the data sets of the paper.")
+app.add_typer(data_app, name="data")
+out = Console()
 
 Source = Annotated[
     str | None,
@@ -49,7 +49,9 @@ Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", he
 Methods = Annotated[str | None, typer.Option(metavar="A,B,C | all", help="default all")]
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
-DataPath = Annotated[str | None, typer.Option("--data", metavar="PATH", help="your own images: site/class/image.png")]
+DataPath = Annotated[
+    str | None, typer.Option("--data", metavar="PATH", help="your own: site/class/image.png, .npz or .csv")
+]
 
 
 def _print_json(value: object) -> None:
@@ -86,7 +88,7 @@ def train_command(
     """Train one method: a personalised model for every client."""
     if resume and overwrite:
         raise InputError("--resume continues a run and --overwrite replaces it: choose one")
-    with _watched("train") as watch:
+    with watched("train") as watch:
         run = train(
             source,
             method=method,
@@ -111,67 +113,11 @@ def _say(text: str) -> None:
     err.print(text, highlight=False, soft_wrap=True)
 
 
-class _Watch:
-    """The progress of one run, or of several."""
-
-    def __init__(self) -> None:
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[unit]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=err,
-        )
-        self.all: TaskID | None = None
-        self.rounds = self.bar.add_task("training", total=None, unit="rounds")
-
-    def run(self, at: int, total: int, name: str) -> None:
-        """Another run begins: `at` of `total` are done."""
-        if self.all is None:
-            self.all = self.bar.add_task("", total=total, unit="runs")
-        self.bar.update(self.all, description=name, completed=at)
-        self.bar.reset(self.rounds, description="training")
-
-    def round(self, p: RoundProgress) -> None:
-        self.bar.start()  # not before everything that can be refused has been
-        for name in p.failed:
-            self.bar.console.print(
-                f"warning: {name}: training stopped being finite in round {p.round}; kept its last state"
-            )
-        shown = _caption(p.metrics) if p.metrics else p.stage if p.round == 0 else None
-        self.bar.update(self.rounds, description=shown, total=p.rounds, completed=p.round)
-
-
-@contextmanager
-def _watched(command: str) -> Iterator[_Watch]:
-    """A progress bar around long work; an interruption ends with the line that resumes it."""
-    watch = _Watch()
-    try:
-        yield watch
-    except Interrupted as stop:  # typer would swallow its words
-        watch.bar.stop()
-        again = f"perada {command} --out {shlex.quote(str(stop.path))} --resume"
-        print(f"{stop}. Continue with: {again}", file=sys.stderr)
-        raise typer.Exit(130) from stop
-    finally:
-        if watch.bar.live.is_started:
-            watch.bar.stop()
-
-
-def _caption(row: dict[str, Any]) -> str:
-    shown = {"local": "local_test", "global": "global_test"} if "local_test" in row else {"val": "local_val"}
-    found = {name: row[key]["mean"] for name, key in shown.items()}
-    return " ".join(f"{name} {'n/a' if v is None else f'{v:.1f}'}" for name, v in found.items())
-
-
 @app.command("compare")
 def compare_command(
     source: Source = None,
     methods: Methods = None,
-    seeds: Annotated[int, typer.Option(min=1, help="trainings of each method, on one split")] = 1,
+    seeds: Annotated[int | None, typer.Option(min=1, help="trainings of each method, on one split; default 1")] = None,
     data: DataPath = None,
     sets: Sets = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")] = None,
@@ -180,7 +126,7 @@ def compare_command(
     as_json: AsJson = False,
 ) -> None:
     """The paper's table on your data: methods times seeds on one split."""
-    with _watched("compare") as watch:
+    with watched("compare") as watch:
         found = compare(
             source,
             methods=methods,
@@ -219,7 +165,7 @@ def tune_command(
     as_json: AsJson = False,
 ) -> None:
     """Learning rates and the methods' own settings by the clients' validation data, never by test data."""
-    with _watched("tune") as watch:
+    with watched("tune") as watch:
         found = tune(
             source,
             methods=methods,
@@ -238,14 +184,15 @@ def tune_command(
         _print_json({"path": str(path), "chosen": best, "results": found.results()})
         return
     out.print(tables.search(best, found.tried()))
-    out.print(f"wrote {path}; use it with: perada compare {path}", highlight=False, soft_wrap=True)
+    use = f"perada compare {path} --methods {','.join(best)}"
+    out.print(f"wrote {path}; use it with: {use}", highlight=False, soft_wrap=True)
 
 
 @app.command()
 def evaluate(
     run: RunPath,
     on: Annotated[
-        str, typer.Option(help="local, val, global, shifted, or a shift such as noise or noise:3")
+        str, typer.Option(help="local, val, global, shifted, fog, fog:3, cifar10.1, cifar10-c, ...")
     ] = "local,global",
     data: DataPath = None,
     device: Device = "auto",
@@ -305,8 +252,14 @@ def report(
 
 
 @app.command()
-def partition(source: Source = None, data: DataPath = None, sets: Sets = None, as_json: AsJson = False) -> None:
-    """Who holds what."""
+def partition(
+    source: Source = None,
+    data: DataPath = None,
+    sets: Sets = None,
+    out_file: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="a picture of it")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Who holds what, and how unlike the clients are."""
     from .data import build_federation
 
     overrides = _overrides(sets)
@@ -318,6 +271,47 @@ def partition(source: Source = None, data: DataPath = None, sets: Sets = None, a
         _print_json(tables.partition_json(federation))
         return
     out.print(tables.partition(federation))
+    if out_file is not None:
+        write_partition(federation, out_file)
+        out.print(f"wrote {out_file}", highlight=False, soft_wrap=True)
+
+
+@data_app.command("get")
+def data_get(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...")],
+    root: Annotated[Path | None, typer.Option(help="default $PERADA_DATA or ~/.cache/perada/data")] = None,
+) -> None:
+    """Download data sets, checked and resumed where a download was cut."""
+    home = root or Path(data_home())
+    for name in names:
+        with Progress(
+            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=err
+        ) as bar:
+            tasks: dict[str, TaskID] = {}
+
+            def show(file: str, done: int, total: int | None, bar: Progress = bar, tasks: Any = tasks) -> None:
+                task = tasks.setdefault(file, bar.add_task(file, total=total) if file not in tasks else tasks[file])
+                bar.update(task, completed=done, total=total)
+
+            path = download.get(name, home, show)
+        out.print(f"{name}   {path}", highlight=False, soft_wrap=True)
+
+
+@data_app.command("list")
+def data_list(root: Annotated[Path | None, typer.Option()] = None, as_json: AsJson = False) -> None:
+    """The data sets that can be fetched, and what must be fetched by hand."""
+    home = root or Path(data_home())
+    entries = download.catalogue()
+    if as_json:
+        _print_json(
+            [
+                {"name": e.name, "title": e.title, "home": e.home, "megabytes": e.megabytes, "checksum": e.checksum}
+                | {"by_hand": e.by_hand, "here": (home / e.folder).exists()}
+                for e in entries
+            ]
+        )
+        return
+    out.print(tables.catalogue(entries, home))
 
 
 @app.command()

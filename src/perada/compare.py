@@ -2,44 +2,53 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from . import standings
-from .api import Run, default_source, free_path, load, source_name, train
+from .api import Run, default_source, free_path, load, newest_path, resumable, source_name, train
 from .config import Config, resolve
-from .data import Federation, build_federation
-from .errors import InputError, Interrupted, RunError, unknown
-from .methods import REGISTRY, hyperparameters
+from .data import Federation
+from .errors import InputError, Interrupted, RunError
+from .plan import (
+    again,
+    check_all,
+    choose_methods,
+    moved,
+    once,
+    planned,
+    read_plan,
+    refuse_taken,
+    settings_for,
+    write_plan,
+)
 from .report import write_report
-from .runs import device_of, write_atomic
-from .simulate import Progress, Say, check
+from .runs import write_atomic
+from .simulate import Progress, Say
+
+PLAN = "plan.json"
 
 
 class Comparison:
-    """A folder with `plan.json` (the runs in order), `plan/NAME.toml`, a run folder each, and the tables."""
+    """A folder with `plan.json` (what was asked for), `plan/NAME.toml` and a run folder each, and the tables."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    @classmethod
-    def open(cls, path: Path) -> Comparison:
-        if not (path / "plan.json").is_file():
-            raise InputError(f"{path} is not a comparison (no plan.json): check --out, or start one without --resume")
-        return cls(path)
+    @property
+    def plan(self) -> dict[str, Any]:
+        return read_plan(self.path, PLAN, "comparison")
 
     @property
     def names(self) -> list[str]:
-        found: list[str] = json.loads((self.path / "plan.json").read_text())["runs"]
-        return found
-
-    def config(self, name: str) -> Path:
-        return self.path / "plan" / f"{name}.toml"
+        plan = self.plan
+        return [f"{method}-{seed}" for seed in plan["seeds"] for method in plan["methods"]]
 
     def finished(self, name: str) -> bool:
-        return (self.path / name / "summary.json").is_file()
+        return all((self.path / name / file).is_file() for file in ("summary.json", "report.html"))
 
     @property
     def runs(self) -> list[Run]:
@@ -49,18 +58,6 @@ class Comparison:
     def standings(self) -> standings.Standings:
         return standings.standings([run.summary for run in self.runs])
 
-    def add(self, configs: Mapping[str, Config]) -> None:
-        """Plan these runs; one that is planned already must be the same."""
-        (self.path / "plan").mkdir(parents=True, exist_ok=True)
-        known = self.names if (self.path / "plan.json").is_file() else []
-        for name, config in configs.items():
-            if name in known and resolve(str(self.config(name))) != config:
-                raise InputError(f"{self.path}: {name} was planned with other settings: choose another --out")
-        for name, config in configs.items():
-            write_atomic(self.config(name), config.toml().encode())
-        runs = [*known, *(name for name in configs if name not in known)]
-        write_atomic(self.path / "plan.json", json.dumps({"runs": runs}, indent=1).encode())
-
     def write_tables(self) -> None:
         found = self.standings()
         files = {"md": standings.markdown, "csv": standings.comma_separated, "tex": standings.latex}
@@ -68,36 +65,11 @@ class Comparison:
             write_atomic(self.path / f"table.{ending}", made(found).encode())
 
 
-def choose_methods(text: str | Sequence[str] | None) -> list[str]:
-    """`a,b,c` or `all`, in the order given."""
-    if text is None or text == "all":
-        return list(REGISTRY)
-    names = [n.strip() for n in text.split(",") if n.strip()] if isinstance(text, str) else list(text)
-    if not names:
-        raise InputError("--methods: name at least one method, or all")
-    for name in names:
-        if name not in REGISTRY:
-            raise unknown("method", name, REGISTRY)
-    return list(dict.fromkeys(names))
-
-
-def settings_for(method: str, overrides: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """The overrides that mean something to this method; one that means nothing to any of them is an error."""
-    for key in overrides:
-        name = key.removeprefix("method.")
-        if key.startswith("method.") and not any(name in hyperparameters(m) for m in methods):
-            known = {f"method.{k}" for m in methods for k in hyperparameters(m)}
-            raise unknown("key", key, known)
-    mine = {f"method.{k}" for k in hyperparameters(method)}
-    kept = {k: v for k, v in overrides.items() if not k.startswith("method.") or k in mine}
-    return {**kept, "method.name": method}
-
-
 def compare(
     source: str | None = None,
     *,
     methods: str | Sequence[str] | None = None,
-    seeds: int = 1,
+    seeds: int | None = None,
     data: str | None = None,
     set: Mapping[str, Any] | None = None,
     device: str | None = None,
@@ -107,7 +79,7 @@ def compare(
     on_round: Callable[[Progress], None] = lambda progress: None,
     say: Say = lambda text: None,
 ) -> Comparison:
-    """Train every method with every seed on one split (`data.seed`), and write the tables.
+    """Train every method with every seed (default 1) on one split (`data.seed`), and write the tables.
 
     With `resume` finished runs are kept, a run that was stopped goes on, and methods or seeds that are asked for
     beyond the plan are added to it.
@@ -116,81 +88,94 @@ def compare(
     for key, value in (("data.root", data), ("run.device", device)):
         if value is not None:
             overrides[key] = value
-    if "method.name" in overrides:
-        raise InputError("method.name: choose the methods with --methods a,b,c")
-    if seeds < 1:
+    if seeds is not None and seeds < 1:
         raise InputError(f"--seeds must be at least 1, not {seeds}")
-    fresh = not resume or source is not None or methods is not None
-    configs = _configs(source or default_source(data), choose_methods(methods), seeds, overrides) if fresh else {}
-    found = _open(out, source or default_source(data), resume)
-    if configs:
-        first = next(iter(configs.values()))
-        federation = build_federation(first.data, device_of(first.run.device))
-        for config in configs.values():  # everything that can be refused is refused before the first run
-            check(config, federation, config.make_method())
-        found.add(configs)
+    path = Path(out) if out is not None else Path("runs") / f"compare-{source_name(source or default_source(data))}"
+    if resume:
+        found = Comparison(path if out is not None else newest_path(path))
+        federation = _take_up(found, source, methods, seeds, overrides)
     else:
-        first = resolve(str(found.config(found.names[0])), {k: v for k, v in overrides.items() if k in MOVED})
-        federation = build_federation(first.data, device_of(first.run.device))
-    said: list[str] = []
-    for at, name in enumerate(found.names):
-        on_run(at, len(found.names), name)
-        if found.finished(name):
-            continue
-        moved = {k: v for k, v in overrides.items() if k in MOVED}
-        _train(found, name, moved, federation, on_round, lambda text: _once(text, said, say))
+        found = Comparison(path if out is not None else free_path(path))
+        federation = _begin(found, source or default_source(data), choose_methods(methods), seeds or 1, overrides)
+    names, speak = found.names, once(say)
+    for at, name in enumerate(names):
+        on_run(at, len(names), name)
+        if not found.finished(name):
+            _train(found, name, moved(overrides), federation, on_round, speak)
+            with resumable(found.path, "perada compare"):
+                found.write_tables()
+    on_run(len(names), len(names), "done")
+    with resumable(found.path, "perada compare"):
         found.write_tables()
-    found.write_tables()
-    write_report(found.runs, found.path / "report.html")
+        write_report(found.runs, found.path / "report.html")
     return found
 
 
-MOVED = ("run.device", "data.root")  # what may differ from the plan on the machine that resumes it
+def _begin(found: Comparison, source: str, methods: list[str], seeds: int, overrides: dict[str, Any]) -> Federation:
+    refuse_taken(found.path, PLAN)
+    first = resolve(source, settings_for(methods[0], overrides, methods)).run.seed
+    plan = {"source": source, "methods": methods, "seeds": list(range(first, first + seeds)), "set": overrides}
+    configs = _configs(source, plan)
+    federation = check_all(configs.values())
+    write_plan(found.path, PLAN, plan, configs, source)
+    return federation
 
 
-def _once(text: str, said: list[str], say: Say) -> None:
-    """What one run says the others need not say again."""
-    if text not in said:
-        said.append(text)
-        say(text)
+def _take_up(
+    found: Comparison,
+    source: str | None,
+    methods: str | Sequence[str] | None,
+    seeds: int | None,
+    overrides: dict[str, Any],
+) -> Federation:
+    """The plan as it is, with the methods and seeds that are new."""
+    plan = found.plan
+    if not {"source", "methods", "seeds", "set"} <= plan.keys():
+        raise InputError(f"{found.path / PLAN} is damaged: start anew with another --out")
+    held = again(found.path, plan, source, overrides)
+    known, first = found.names, plan["seeds"][0]
+    wanted = plan["methods"] if methods is None else list(dict.fromkeys([*plan["methods"], *choose_methods(methods)]))
+    many = max(len(plan["seeds"]), seeds or 1)
+    if wanted != plan["methods"] or many != len(plan["seeds"]):
+        plan = {**plan, "methods": wanted, "seeds": list(range(first, first + many))}
+        new = {name: config for name, config in _configs(held, plan).items() if name not in known}
+        check_all([planned(found.path, known[0], moved(overrides)), *(_moved(c, overrides) for c in new.values())])
+        write_plan(found.path, PLAN, plan, new, held)
+    return check_all([planned(found.path, found.names[0], moved(overrides))])
 
 
-def _configs(source: str, methods: list[str], seeds: int, overrides: dict[str, Any]) -> dict[str, Config]:
-    out = {}
-    for seed in range(seeds):
-        for method in methods:
-            config = resolve(source, settings_for(method, overrides, methods))
-            number = config.run.seed + seed
-            out[f"{method}-{number}"] = resolve(
-                source, {**settings_for(method, overrides, methods), "run.seed": number}
-            )
-    return out
+def _moved(config: Config, overrides: Mapping[str, Any]) -> Config:
+    """A configuration of the plan as it is on this machine."""
+    here = moved(overrides)
+    data = replace(config.data, root=here.get("data.root", config.data.root))
+    return replace(config, data=data, run=replace(config.run, device=here.get("run.device", config.run.device)))
 
 
-def _open(out: str | Path | None, source: str, resume: bool) -> Comparison:
-    path = Path(out) if out is not None else Path("runs") / f"compare-{source_name(source)}"
-    if resume:
-        return Comparison.open(path)
-    path = path if out is not None else free_path(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{path} exists: --resume continues it, --out picks another")
-    return Comparison(path)
+def _configs(source: str, plan: Mapping[str, Any]) -> dict[str, Config]:
+    methods, overrides = plan["methods"], plan["set"]
+    return {
+        f"{method}-{seed}": resolve(source, {**settings_for(method, overrides, methods), "run.seed": seed})
+        for seed in plan["seeds"]
+        for method in methods
+    }
 
 
 def _train(
     found: Comparison,
     name: str,
-    moved: dict[str, Any],
+    here: dict[str, Any],
     federation: Federation,
     on_round: Callable[[Progress], None],
     say: Say,
 ) -> None:
     path = found.path / name
     started = (path / "config.toml").is_file()
+    if path.exists() and not started:
+        shutil.rmtree(path)  # a kill left a folder with nothing in it
     try:
         train(
-            str(found.config(name)),
-            set=moved,
+            str(found.path / "plan" / f"{name}.toml"),
+            set=here,
             out=path,
             resume=started,
             federation=federation,
@@ -200,5 +185,5 @@ def _train(
     except Interrupted as stop:
         raise Interrupted(found.path) from stop
     except RunError as error:
-        again = f"perada compare --out {found.path} --resume"
-        raise RunError(f"{name}: {error}, or go on with all of it: {again}") from error
+        more = f"perada compare --out {found.path} --resume"
+        raise RunError(f"{name}: {error}, or go on with all of it: {more}") from error

@@ -194,9 +194,10 @@ def parse_setting(text: str) -> tuple[str, Any]:
 def parse_grid(text: str) -> tuple[str, list[Any]]:
     """`section.key=a,b,c` from the command line."""
     key, equals, values = text.partition("=")
-    found = [parse_setting(f"{key}={v}")[1] for v in values.strip("[] ").split(",") if v.strip()]
-    if not equals or not key.strip() or not found:
+    parts = [v for v in values.strip("[] ").split(",") if v.strip()]
+    if not equals or not key.strip() or not parts:
         raise InputError(f"--grid {text!r}: write it as section.key=value,value,...")
+    found = [parse_setting(f"{key}={v}")[1] for v in parts]
     return key.strip(), found
 
 
@@ -227,7 +228,9 @@ def _build(tables: dict[str, Any]) -> Config:
     if not isinstance(method, dict):
         raise InputError('[method] must be a section with a name, such as name = "perada"')
     method = dict(method)
-    name = str(method.setdefault("name", "perada"))
+    name = method.setdefault("name", "perada")
+    if not isinstance(name, str):
+        raise InputError(f"method.name must be text, not {name!r}")
     known = hyperparameters(name)
     for section, values in tables.items():
         if section not in SECTIONS or not isinstance(values, dict):

@@ -66,9 +66,7 @@ def score(logits: Tensor, targets: Tensor) -> float | None:
         return None
     if not targets.is_floating_point():
         return 100.0 * float((logits.argmax(-1) == targets).double().mean())
-    areas = label_areas(logits, targets)
-    defined = [a for a in areas if a is not None]
-    return 100.0 * float(np.mean(defined)) if defined else None
+    return _percent(label_areas(logits, targets))
 
 
 def label_areas(logits: Tensor, targets: Tensor) -> list[float | None]:
@@ -84,9 +82,13 @@ def label_areas(logits: Tensor, targets: Tensor) -> list[float | None]:
 
 @dataclass(frozen=True)
 class Scores:
-    """One number a client, their mean and standard deviation over clients (percent)."""
+    """One number a client, their mean and standard deviation over clients (percent).
+
+    per_label: of multi-label data, each label's AUC as the mean over the clients where it is defined.
+    """
 
     per_client: dict[str, float | None]
+    per_label: dict[str, float | None] | None = None
 
     @property
     def values(self) -> NDArray[np.float64]:
@@ -98,7 +100,28 @@ class Scores:
             "mean": float(self.values.mean()) if some else None,
             "std": float(self.values.std()) if some else None,
             "per_client": self.per_client,
+            **({} if self.per_label is None else {"per_label": self.per_label}),
         }
+
+
+def scores_of(federation: Federation, logits: Sequence[Tensor], targets: Sequence[Tensor]) -> Scores:
+    """A score for each client, from its model's logits `[n, classes]` on images with these targets."""
+    names = [c.name for c in federation.clients]
+    if not federation.multilabel:
+        found = [score(a, t) for a, t in zip(logits, targets, strict=True)]
+        return Scores(dict(zip(names, found, strict=True)))
+    areas = [label_areas(a, t) for a, t in zip(logits, targets, strict=True)]
+    per_client = {name: _percent(row) for name, row in zip(names, areas, strict=True)}
+    return Scores(
+        per_client,
+        {n: _percent(column) for n, column in zip(federation.classes, zip(*areas, strict=True), strict=True)},
+    )
+
+
+def _percent(areas: Iterable[float | None]) -> float | None:
+    """The mean in percent of what is defined."""
+    defined = [a for a in areas if a is not None]
+    return 100.0 * float(np.mean(defined)) if defined else None
 
 
 def personal_scores(
@@ -116,13 +139,12 @@ def personal_scores(
         pool = federation.test
         logits = logits_on(model, lanes, federation, pool).expand(len(names), -1, -1)
         targets = federation.labels(pool)
-        values = [score(row, targets) for row in logits]
-        out["global_test"] = Scores(dict(zip(names, values, strict=True)))
+        out["global_test"] = scores_of(federation, list(logits), [targets] * len(names))
         if "local" in splits:  # a client's own test data are a slice of everybody's
             ends = np.cumsum([len(c.test) for c in federation.clients])
             spans = [slice(int(e) - len(c.test), int(e)) for e, c in zip(ends, federation.clients, strict=True)]
-            own = [score(logits[k, s], targets[s]) for k, s in enumerate(spans)]
-            out["local_test"] = Scores(dict(zip(names, own, strict=True)))
+            own = [logits[k, s] for k, s in enumerate(spans)]
+            out["local_test"] = scores_of(federation, own, [targets[s] for s in spans])
     elif "local" in splits:
         out["local_test"] = _own(model, lanes, federation, [c.test for c in federation.clients])
     return out
@@ -131,8 +153,7 @@ def personal_scores(
 def _own(model: LaneModel, lanes: State, federation: Federation, indices: list[Indices]) -> Scores:
     found = own_logits(model, lanes, federation, indices)
     targets = [federation.labels(i) for i in indices]
-    values = [score(row, t) for row, t in zip(found, targets, strict=True)]
-    return Scores({c.name: v for c, v in zip(federation.clients, values, strict=True)})
+    return scores_of(federation, found, targets)
 
 
 def scores_on(model: LaneModel, lanes: State, federation: Federation, sets: Iterable[tuple[Pixels, Tensor]]) -> Scores:

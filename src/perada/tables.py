@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from .data import Federation
+from .data.download import Entry
 from .evaluate import Scores
 
 if TYPE_CHECKING:
@@ -77,6 +79,22 @@ def scores(found: Mapping[str, Scores]) -> Table:
         table.add_row(client, *("n/a" if v is None else f"{v:.2f}" for v in row))
     table.add_section()
     table.add_row("mean ± std", *(spread(s.as_dict()) for s in found.values()))
+    labels = next(iter(found.values())).per_label or {}
+    if labels:
+        table.add_section()
+    for label in labels:
+        values = [(s.per_label or {}).get(label) for s in found.values()]
+        table.add_row(f"AUC of {label}", *("undefined" if v is None else f"{v:.2f}" for v in values))
+    return table
+
+
+def catalogue(entries: Sequence[Entry], home: Path) -> Table:
+    """What `perada data get` knows."""
+    table = house_table(f"below {home}", "name", "MB", "here", "what", "check")
+    for column in table.columns[3:]:
+        column.justify, column.overflow, column.no_wrap = "left", "fold", False
+    for e in entries:
+        table.add_row(e.name, f"{e.megabytes:,}", "yes" if (home / e.folder).exists() else "", e.title, e.checksum)
     return table
 
 
@@ -152,6 +170,6 @@ def search(found: Mapping[str, Mapping[str, Any]], tried: Mapping[str, int]) -> 
     table = house_table("chosen by local validation data", "method", "points", "local_val", "settings")
     table.columns[-1].justify = "left"
     for method, best in found.items():
-        settings = ", ".join(f"{key} = {value:g}" for key, value in best["settings"].items())
+        settings = ", ".join(f"{key} = {value}" for key, value in best["settings"].items())
         table.add_row(method, str(tried[method]), f"{best['local_val']:.2f}", settings)
     return table

@@ -11,15 +11,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .api import default_source, free_path, resumable, source_name
-from .compare import choose_methods, settings_for
+from .api import default_source, free_path, newest_path, resumable, source_name
 from .config import Config, resolve, toml_value, tune_grid
-from .data import Federation, build_federation
-from .errors import InputError
-from .methods import grids
-from .runs import RunFolder, device_of, write_atomic
-from .simulate import Progress, Say, check, prepare, run
+from .data import Federation
+from .errors import InputError, unknown
+from .methods import grids, hyperparameters
+from .plan import (
+    again,
+    check_all,
+    choose_methods,
+    moved,
+    once,
+    planned,
+    read_plan,
+    refuse_taken,
+    settings_for,
+    write_plan,
+)
+from .runs import RunFolder, write_atomic
+from .simulate import Progress, Say, prepare, run
 
+PLAN = "search.json"
 GRIDS: dict[str, tuple[float, ...]] = {  # the paper's
     "train.lr": (5e-4, 1e-3, 5e-3, 1e-2),
     "distill.lr": (1e-5, 1e-4, 1e-3, 1e-2),
@@ -27,20 +39,19 @@ GRIDS: dict[str, tuple[float, ...]] = {  # the paper's
 
 
 class Search:
-    """A folder with `plan.json`, `results.jsonl` (a line for each finished point) and `tuned.toml` at the end."""
+    """A folder with `search.json`, `plan/METHOD.toml`, `results.jsonl` (a line for each finished point) and, at the
+    end, `tuned.toml`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @property
     def plan(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.path / "plan.json").read_text())
-        return found
+        return read_plan(self.path, PLAN, "search")
 
     def results(self) -> list[dict[str, Any]]:
         path = self.path / "results.jsonl"
-        lines = path.read_text().splitlines() if path.is_file() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut off by a kill
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
     def record(self, result: Mapping[str, Any]) -> None:
         lines = [json.dumps(r) + "\n" for r in [*self.results(), result]]
@@ -58,29 +69,36 @@ class Search:
     def tried(self) -> dict[str, int]:
         return Counter(str(r["method"]) for r in self.results())
 
-    def write_tuned(self) -> Path:
-        """The settings of the search as one file, with `[methods.NAME]` for what was chosen."""
-        parts = [(self.path / "base.toml").read_text()]
-        for method, result in self.best().items():
-            lines = "".join(f"{key} = {toml_value(value)}\n" for key, value in result["settings"].items())
+    def write_tuned(self) -> None:
+        """The first method's settings, and in `[methods.NAME]` all that is another method's own or was chosen."""
+        best = self.best()
+        base = planned(self.path, self.plan["methods"][0], {})
+        parts = [base.toml()]
+        for method, result in best.items():
+            own = _flat(planned(self.path, method, {}))
+            kept = {k: v for k, v in own.items() if k.startswith("method.") or _flat(base).get(k) != v}
+            kept = {k: v for k, v in {**kept, **result["settings"]}.items() if k != "method.name"}
+            lines = "".join(f"{key} = {toml_value(value)}\n" for key, value in kept.items())
             parts.append(f"# local validation {result['local_val']:.2f}\n[methods.{method}]\n{lines}")
-        path = self.path / "tuned.toml"
-        write_atomic(path, "\n".join(parts).encode())
-        return path
+        write_atomic(self.path / "tuned.toml", "\n".join(parts).encode())
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, values in config.as_dict().items() for key, value in values.items()}
 
 
 def grid_of(method: str, config: Config, given: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     """What is tried for a method: client and server learning rates, and its own settings that have a grid.
 
-    `given` replaces the values of a key, or adds one.
+    `given` replaces the values of a key, or adds one that the method has.
     """
     keys: dict[str, Sequence[Any]] = {"train.lr": GRIDS["train.lr"]}
     if config.make_method().parts.distils and config.distill.steps:
         keys["distill.lr"] = GRIDS["distill.lr"]
-    own = {f"method.{k}" for k in config.method if k != "name"}
     keys |= {f"method.{k}": values for k, values in grids(method).items()}
     for key, values in given.items():
-        if key in own if key.startswith("method.") else key != "distill.lr" or key in keys:
+        of_another = key.startswith("method.") and key.removeprefix("method.") not in config.method
+        if not of_another and (key != "distill.lr" or key in keys):
             keys[key] = values
     return keys
 
@@ -104,93 +122,100 @@ def tune(
     for key, value in (("data.root", data), ("run.device", device)):
         if value is not None:
             overrides[key] = value
-    search = _open(out, source or default_source(data), resume)
-    if not resume:
-        _plan(search, source or default_source(data), choose_methods(methods), overrides, dict(grid or {}))
-    moved = {k: v for k, v in overrides.items() if k in ("run.device", "data.root")} if resume else {}
-    plan = search.plan
-    configs = [_config(search, p, moved) for p in plan["points"]]
-    federation = build_federation(configs[0].data, device_of(configs[0].run.device))
-    _check(configs, federation)
+    path = Path(out) if out is not None else Path("runs") / f"tune-{source_name(source or default_source(data))}"
+    if resume:
+        search = Search(path if out is not None else newest_path(path))
+        _take_up(search, source, methods, grid, overrides)
+    else:
+        search = Search(path if out is not None else free_path(path))
+        _begin(search, source or default_source(data), choose_methods(methods), overrides, dict(grid or {}))
+    points, speak = search.plan["points"], once(say)
+    speak(f"{len(points)} trainings")
+    federation = check_all([planned(search.path, search.plan["methods"][0], moved(overrides))])
     done = {json.dumps([r["method"], r["settings"]]) for r in search.results()}
-    for at, (point, config) in enumerate(zip(plan["points"], configs, strict=True)):
-        shown = ", ".join(f"{k.partition('.')[2]} {v:g}" for k, v in point["settings"].items())
-        on_point(at, len(configs), f"{point['method']} ({shown})")
+    for at, point in enumerate(points):
+        shown = ", ".join(f"{k.partition('.')[2]} {toml_value(v)}" for k, v in point["settings"].items())
+        on_point(at, len(points), f"{point['method']} {shown}".strip())
         if json.dumps([point["method"], point["settings"]]) not in done:
-            score = _train(search, config, federation, on_round, say)
-            search.record({**point, "local_val": score})
-            shutil.rmtree(search.path / "current")
-    search.write_tuned()
+            with resumable(search.path, "perada tune"):
+                score = _train(search, _config(search, point, overrides), federation, on_round, speak)
+                search.record({**point, "local_val": score})
+                shutil.rmtree(search.path / "current")
+    on_point(len(points), len(points), "done")
+    with resumable(search.path, "perada tune"):
+        search.write_tuned()
     return search
 
 
-def _open(out: str | Path | None, source: str, resume: bool) -> Search:
-    path = Path(out) if out is not None else Path("runs") / f"tune-{source_name(source)}"
-    if resume:
-        if not (path / "plan.json").is_file():
-            raise InputError(f"{path} is not a search (no plan.json): check --out, or start one without --resume")
-        return Search(path)
-    path = path if out is not None else free_path(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{path} exists: --resume continues it, --out picks another")
-    return Search(path)
-
-
-def _plan(
-    search: Search, source: str, methods: list[str], overrides: dict[str, Any], given: dict[str, Sequence[Any]]
+def _begin(
+    search: Search, source: str, methods: list[str], overrides: dict[str, Any], grid: dict[str, Sequence[Any]]
 ) -> None:
     """Every point, written down before the first is trained. A setting that is given is not searched."""
-    given = {**tune_grid(source), **given}
+    refuse_taken(search.path, PLAN)
+    for key in grid:
+        if key in overrides:
+            raise InputError(f"{key} is both given (--set) and searched (--grid): choose one")
+    given = {**tune_grid(source), **grid}
+    _check_grid(given, methods)
+    configs = {m: resolve(source, settings_for(m, overrides, methods)) for m in methods}
     points = []
-    for method in methods:
-        settings = settings_for(method, overrides, methods)
-        base = resolve(source, settings)
-        keys = {k: v for k, v in grid_of(method, base, given).items() if k not in overrides}
-        for values in itertools.product(*keys.values()):
+    for method, config in configs.items():
+        keys = {k: v for k, v in grid_of(method, config, given).items() if k not in overrides}
+        for values in itertools.product(*(dict.fromkeys(v) for v in keys.values())):
             point = dict(zip(keys, values, strict=True))
-            resolve(source, {**settings, **point})  # refuses an unknown key or a bad value now
+            resolve(source, {**settings_for(method, overrides, methods), **point})  # refuses a bad value now
             points.append({"method": method, "settings": point})
-    first = resolve(source, settings_for(methods[0], overrides, methods))
-    federation = build_federation(first.data, device_of(first.run.device))
-    every = [resolve(source, {**settings_for(m, overrides, methods)}) for m in methods]
-    _check(every, federation)
-    search.path.mkdir(parents=True, exist_ok=True)
-    own = {k: v for k, v in overrides.items() if k.startswith("method.")}
-    write_atomic(search.path / "base.toml", first.toml().encode())
-    plan = {"methods": methods, "own": own, "points": points}
-    write_atomic(search.path / "plan.json", (json.dumps(plan, indent=1) + "\n").encode())
-
-
-def _check(configs: Sequence[Config], federation: Federation) -> None:
+    federation = check_all(configs.values())
     if not any(len(c.val) for c in federation.clients):
         raise InputError("tuning needs validation data at the clients: raise data.val")
-    for config in configs:
-        check(config, federation, config.make_method())
+    plan = {"source": source, "methods": methods, "set": overrides, "grid": grid, "points": points}
+    write_plan(search.path, PLAN, plan, configs, source)
 
 
-def _config(search: Search, point: Mapping[str, Any], moved: Mapping[str, Any]) -> Config:
-    """A point of the plan as a run that is evaluated once, at its end, and not on shifted images."""
+def _check_grid(given: Mapping[str, Sequence[Any]], methods: Sequence[str]) -> None:
+    known = {f"method.{k}" for m in methods for k in hyperparameters(m)}
+    for key in given:
+        if key.startswith("method.") and key not in known:
+            raise unknown("key", key, known or ["train.lr", "distill.lr"])
+        if key.startswith("data."):
+            raise InputError(f"{key} cannot be searched: all points share one split")
+
+
+def _take_up(
+    search: Search,
+    source: str | None,
+    methods: str | Sequence[str] | None,
+    grid: Mapping[str, Sequence[Any]] | None,
+    overrides: Mapping[str, Any],
+) -> None:
+    """Refuse what is not the plan's: a search goes on as it was begun."""
     plan = search.plan
-    settings = {**settings_for(point["method"], plan["own"], plan["methods"]), **point["settings"], **moved}
-    config = resolve(str(search.path / "base.toml"), settings)
-    quiet = replace(config.run, eval_every=config.train.rounds, shifts=False)
-    return replace(config, run=quiet)
+    if not {"source", "methods", "set", "grid", "points"} <= plan.keys():
+        raise InputError(f"{search.path / PLAN} is damaged: start anew with another --out")
+    again(search.path, plan, source, overrides)
+    if methods is not None and choose_methods(methods) != plan["methods"]:
+        raise InputError(f"{search.path} was made with other methods: resume it without them, or choose another --out")
+    if grid and {k: list(v) for k, v in grid.items()} != plan["grid"]:
+        raise InputError(f"{search.path} was made with another grid: resume it without it, or choose another --out")
+
+
+def _config(search: Search, point: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
+    """A point of the plan as a run that is evaluated once, at its end, and not on shifted images."""
+    config = planned(search.path, point["method"], {**point["settings"], **moved(overrides)})
+    return replace(config, run=replace(config.run, eval_every=config.train.rounds, shifts=False))
 
 
 def _train(
     search: Search, config: Config, federation: Federation, on_round: Callable[[Progress], None], say: Say
 ) -> float | None:
     """One point: its run folder lives in `current/` until its score is written down."""
-    path = search.path / "current"
-    text = config.toml()
+    path, text = search.path / "current", config.toml()
     if path.exists() and (not (path / "config.toml").is_file() or (path / "config.toml").read_text() != text):
         shutil.rmtree(path)  # of another point
     folder = RunFolder(path) if path.exists() else RunFolder.create(path, text, overwrite=False)
-    with resumable(search.path, "perada tune"):
-        sim = prepare(config, folder.backbone, say, federation)
-        found, _ = folder.load()
-        if found is not None:
-            sim.restore(found)
-        row = run(sim, folder, on_round, splits=("val",))
-    score: float | None = row["local_val"]["mean"]
+    sim = prepare(config, folder.backbone, say, federation)
+    found, _ = folder.load()
+    if found is not None:
+        sim.restore(found)
+    score: float | None = run(sim, folder, on_round, splits=("val",))["local_val"]["mean"]
     return score

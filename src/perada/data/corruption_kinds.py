@@ -82,8 +82,8 @@ def gaussian_blur(x: Pixels, level: Level, streams: Streams) -> Pixels:
 def defocus_blur(x: Pixels, level: Level, streams: Streams) -> Pixels:
     """level: the aperture's radius, the softness of its edge.
 
-    The aperture is drawn in pixels at 32×32 and enlarged s times. Drawn as a finer circle it would shrink where it is
-    a pixel or five, and severity 4, the wider and harder one, would blur less than 3.
+    The aperture is drawn in the pixels of a 32×32 image and enlarged s times. As a finer circle, severity 4 (wider,
+    with a harder edge) would blur less than 3.
     """
     s = scale_of(x)
     taps = [(round(down * s), round(right * s), weight) for down, right, weight in disc(*level)]

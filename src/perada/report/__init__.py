@@ -8,20 +8,30 @@ from typing import TYPE_CHECKING
 
 from ..errors import InputError
 from ..runs import write_atomic
-from .facts import gather_facts
-from .page import page
+from .facts import gather_facts, holdings_of
+from .page import page, partition_page
 
 if TYPE_CHECKING:
     from ..api import Run
+    from ..data import Federation
 
-__all__ = ["write_report"]
+__all__ = ["write_partition", "write_report"]
 
 
 def write_report(runs: Sequence[Run], out: Path) -> None:
     """The same runs write the same bytes."""
     if not runs:
         raise InputError("nothing to report on: name at least one run folder")
-    data = page(gather_facts(runs)).encode("utf-8", "replace")  # a file's name may hold what is no text
+    _write(page(gather_facts(runs)), out)
+
+
+def write_partition(federation: Federation, out: Path) -> None:
+    """A picture of who holds what."""
+    _write(partition_page(federation.name, holdings_of(federation)), out)
+
+
+def _write(text: str, out: Path) -> None:
+    data = text.encode("utf-8", "replace")  # a file's name may hold what is no text
     try:
         write_atomic(out, data)
     except OSError as error:

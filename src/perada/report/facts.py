@@ -15,6 +15,7 @@ from ..models import count_groups
 if TYPE_CHECKING:
     from ..api import Run
     from ..config import Config
+    from ..data import Federation
 
 SCORES = {
     "local_test": ("Local-test", "each client's personal model on that client's own test images"),
@@ -124,9 +125,13 @@ def _holdings(run: Run) -> tuple[Holdings | None, str]:
         held = run.federation
     except InputError as error:
         return None, str(error)
+    return holdings_of(held), ""
+
+
+def holdings_of(held: Federation) -> Holdings:
     sizes = [(len(c.train), len(c.val), len(c.test)) for c in held.clients]
     names = tuple(c.name for c in held.clients)
-    return Holdings(tuple(held.classes), names, held.label_counts().tolist(), sizes, held.multilabel), ""
+    return Holdings(tuple(held.classes), names, held.label_counts().tolist(), sizes, held.multilabel)
 
 
 def _facts(run: Run, label: str, holdings: Holdings | None, problem: str) -> Facts:

@@ -8,9 +8,11 @@ from importlib import resources
 from string import Template
 from typing import Any
 
+import numpy as np
+
 from ..standings import places
-from ..tables import millions
-from .facts import SCORES, SERVER, Facts, finite, of
+from ..tables import millions, unlikeness
+from .facts import SCORES, SERVER, Facts, Holdings, finite, of
 from .figures import Series, bars, bubbles, curves, dots
 from .markup import common, figure, key, score, section, table
 from .svg import colour, human_bytes
@@ -34,11 +36,27 @@ $body
 """)
 
 
+BUBBLES = "The area of a bubble is the number of training images; the bars are all of a client's."
+
+
 def page(runs: Sequence[Facts]) -> str:
     parts = [_header(runs), _tiles(runs), _results(runs), _convergence(runs), _clients(runs)]
     parts += [_holdings(runs), _communication(runs), *map(_about, runs)]
+    return _whole(_title(runs), parts)
+
+
+def _whole(title: str, parts: Sequence[str]) -> str:
     style = (resources.files(__package__) / "style.css").read_text("utf8")
-    return PAGE.substitute(title=f"{escape(_title(runs))} · PerAda", style=style, body="\n".join(filter(None, parts)))
+    return PAGE.substitute(title=f"{escape(title)} · PerAda", style=style, body="\n".join(filter(None, parts)))
+
+
+def partition_page(data: str, held: Holdings) -> str:
+    """Who holds what, alone."""
+    apart = f"Mean total-variation distance between two clients' labels: {unlikeness(np.array(held.counts)):.2f}."
+    drawn = figure("", f"{BUBBLES} {apart}", bubbles(held), "scroll tall")
+    return _whole(
+        f"{data}: who holds what", [f"<header><h1>{escape(data)}</h1></header>", section("Who holds what", drawn)]
+    )
 
 
 def _legend(runs: Sequence[Facts]) -> str:
@@ -218,7 +236,7 @@ def _holdings(runs: Sequence[Facts]) -> str:
             shown.append(r)
     if not shown:
         return section("Who holds what", f'<p class="note">Not shown: {escape(runs[0].problem)}</p>')
-    about = "The area of a bubble is the number of training images; the bars are all of a client's."
+    about = BUBBLES
     names = [f"{r.data} ({r.label})" if len(shown) > 1 else "" for r in shown]
     drawn = [bubbles(r.holdings) for r in shown if r.holdings]
     return section("Who holds what", *(figure(n, about, d, "scroll tall") for n, d in zip(names, drawn, strict=True)))

@@ -1,0 +1,133 @@
+"""What a comparison and a search share: many trainings planned in a folder before the first of them starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .config import Config, resolve
+from .data import Federation, build_federation
+from .errors import InputError, unknown
+from .methods import REGISTRY, hyperparameters
+from .runs import device_of, write_atomic
+from .simulate import Say, Simulation, prepare
+
+MOVED = ("run.device", "data.root")  # what may differ from the plan on the machine that resumes it
+
+
+def choose_methods(text: str | Sequence[str] | None) -> list[str]:
+    """`a,b,c` or `all` (None), in the order given."""
+    names = ["all"] if text is None else text.split(",") if isinstance(text, str) else list(text)
+    names = [n.strip() for n in names if n.strip()]
+    if not names:
+        raise InputError("--methods: name at least one method, or all")
+    for name in names:
+        if name != "all" and name not in REGISTRY:
+            raise unknown("method", name, [*REGISTRY, "all"])
+    return list(REGISTRY) if "all" in names else list(dict.fromkeys(names))
+
+
+def settings_for(method: str, overrides: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
+    """The overrides that mean something to this method; one that means nothing to any of them is an error."""
+    for key in overrides:
+        known = {f"method.{k}" for m in methods for k in hyperparameters(m)}
+        if key == "method.name":
+            raise InputError("method.name: choose the methods with --methods a,b,c")
+        if key.startswith("method.") and not known:
+            raise InputError(f"{key}: none of {', '.join(methods)} has settings of its own: remove it")
+        if key.startswith("method.") and key not in known:
+            raise unknown("key", key, known)
+    mine = {f"method.{k}" for k in hyperparameters(method)}
+    kept = {k: v for k, v in overrides.items() if not k.startswith("method.") or k in mine}
+    return {**kept, "method.name": method}
+
+
+def refuse_taken(path: Path, file: str) -> None:
+    """Refuse a path that something else lies at. What a kill left of a plan that was never finished is no obstacle."""
+    try:
+        there = path.is_dir() and any(
+            p.name not in ("plan", "source.toml") and p.name[0] != "." for p in path.iterdir()
+        )
+        taken = there or (path.exists() and not path.is_dir()) or (path / file).exists()
+    except OSError as error:
+        raise InputError(f"cannot write to {path}: {error.strerror}") from error
+    if taken and (path / file).is_file():
+        raise InputError(f"{path} exists: --resume continues it, --out picks another")
+    if taken:
+        raise InputError(f"{path} holds something else: choose another --out")
+
+
+def read_plan(path: Path, file: str, what: str) -> dict[str, Any]:
+    try:
+        found = json.loads((path / file).read_text("utf8"))
+        return dict(found)
+    except OSError as error:
+        raise InputError(f"{path} is not a {what} (no {file}): check --out, or start one without --resume") from error
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{path / file} is damaged: start anew with another --out") from error
+
+
+def write_plan(path: Path, file: str, plan: Mapping[str, Any], configs: Mapping[str, Config], source: str) -> None:
+    """The configurations first, then the plan that names them: it is there only when it is whole."""
+    try:
+        (path / "plan").mkdir(parents=True, exist_ok=True)
+        if source.endswith(".toml") and Path(source) != path / "source.toml":
+            shutil.copyfile(source, path / "source.toml")
+        for name, config in configs.items():
+            write_atomic(path / "plan" / f"{name}.toml", config.toml().encode())
+        write_atomic(path / file, (json.dumps(plan, indent=1) + "\n").encode())
+    except OSError as error:
+        raise InputError(f"cannot write to {path}: {error.strerror}") from error
+
+
+def again(path: Path, plan: Mapping[str, Any], source: str | None, overrides: Mapping[str, Any]) -> str:
+    """The source of a plan that is taken up again; refuses settings that are not the plan's."""
+    copy = path / "source.toml"
+    held = str(copy) if copy.is_file() else str(plan["source"])
+    if source is not None and source != plan["source"]:
+        raise InputError(f"{path} was made from {plan['source']}: resume it without {source}, or choose another --out")
+    for key, value in overrides.items():
+        if key not in MOVED and (key not in plan["set"] or plan["set"][key] != value):
+            raise InputError(f"{path} was made with another {key}: resume it without it, or choose another --out")
+    return held
+
+
+def check_all(configs: Iterable[Config]) -> Federation:
+    """The one federation of them all; everything that can be refused is refused now, before the first training."""
+    federation: Federation | None = None
+    first: Config | None = None
+    for config in configs:
+        if federation is None or first is None:
+            first, federation = config, build_federation(config.data, device_of(config.run.device))
+        if config.data != first.data:
+            raise InputError(f"{config.method_name} has [data] settings of its own: all methods share one split")
+        prepare(config, federation=federation, pretrain=_not_now)
+    assert federation is not None
+    return federation
+
+
+def _not_now(sim: Simulation) -> None:
+    """Pretraining has its time when the run has."""
+
+
+def once(say: Say) -> Callable[[str], None]:
+    """What one run says the others need not say again."""
+    said: set[str] = set()
+
+    def speak(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            say(text)
+
+    return speak
+
+
+def moved(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in overrides.items() if k in MOVED}
+
+
+def planned(path: Path, name: str, settings: Mapping[str, Any]) -> Config:
+    return resolve(str(path / "plan" / f"{name}.toml"), settings)
