@@ -158,9 +158,16 @@ def _own(model: LaneModel, lanes: State, federation: Federation, indices: list[I
 
 def scores_on(model: LaneModel, lanes: State, federation: Federation, sets: Iterable[tuple[Pixels, Tensor]]) -> Scores:
     """Every client's model on other test sets (`data.named_sets`), the mean over them."""
-    rows = []
+    found = []
     for images, targets in sets:
-        logits = logits_of(model, lanes, federation, torch.from_numpy(images))
-        rows.append([score(lane, targets) for lane in logits] * (len(federation.clients) // lanes.lanes))
-    means = [None if None in column else float(np.mean(column)) for column in zip(*rows, strict=True)]
-    return Scores({c.name: m for c, m in zip(federation.clients, means, strict=True)})
+        logits = logits_of(model, lanes, federation, torch.from_numpy(images)).expand(len(federation.clients), -1, -1)
+        found.append(scores_of(federation, list(logits), [targets] * len(logits)))
+    per_label = {n: _mean([s.per_label[n] for s in found if s.per_label]) for n in found[0].per_label or {}}
+    per_client = {c.name: _mean([s.per_client[c.name] for s in found]) for c in federation.clients}
+    return Scores(per_client, per_label if federation.multilabel else None)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None where any of them is undefined: a mean of fewer would not compare."""
+    known = [v for v in values if v is not None]
+    return float(np.mean(known)) if len(known) == len(values) else None

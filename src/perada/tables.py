@@ -65,11 +65,18 @@ def results(runs: Sequence[Run]) -> Table:
             millions(s["parameters"]["communicated"]),
             spread(s["local_test"]),
             spread(s["global_test"]),
-            spread(s.get("shifted")),
+            *([spread(s.get("shifted"))] if shifted else []),
             "n/a" if server is None else f"{server:.2f}",
-            "–" if not s["distilled"] else f"{s['accepted']} of {s['distilled']}" if s["guarded"] else "all",
+            *([_kept(s)] if distilled else []),
         )
     return table
+
+
+def _kept(summary: Mapping[str, Any]) -> str:
+    """In how many rounds the guard kept what was distilled."""
+    if not summary["distilled"]:
+        return "–"
+    return f"{summary['accepted']} of {summary['distilled']}" if summary["guarded"] else "all"
 
 
 def scores(found: Mapping[str, Scores]) -> Table:
@@ -118,10 +125,13 @@ def unlikeness(counts: np.ndarray[Any, Any]) -> float:
 
 def partition(federation: Federation) -> Table:
     counts = federation.label_counts()
-    few = federation.classes if len(federation.classes) <= 12 else ()
+    width = sum(max(len(name), len(str(counts[:, i].max()))) + 1 for i, name in enumerate(federation.classes))
+    few = federation.classes if width <= 40 else ()  # a column each, where they fit
     title = f"{federation.name}: training samples of each class"
     table = house_table(title, "client", "train", "val", "test", *few, "picture")
     table.caption = f"mean total-variation distance between two clients' labels: {unlikeness(counts):.2f}"
+    if not few:
+        table.caption += f"\npicture: {', '.join(federation.classes)}"
     top = max(1, int(counts.max()))
     for client, row in zip(federation.clients, counts, strict=True):
         picture = "".join(SHADES[int(np.ceil(n / top * (len(SHADES) - 1)))] for n in row)
