@@ -48,10 +48,11 @@ def results(runs: Sequence[Run]) -> Table:
     summaries = [r.summary for r in runs]
     unit = "AUC" if summaries[0]["metric"] == "auc" else "accuracy"
     title = f"{summaries[0]['data']}: {unit} in %, mean ± std over the clients' personal models"
-    table = house_table(
-        title, "method", "trained", "sent", "Local-test", "Global-test", "shifted", "server", "distilled"
-    )
-    table.caption = "server: the global model on Global-test; distilled: rounds in which the guard kept it"
+    shifted, distilled = any(s.get("shifted") for s in summaries), any(s["distilled"] for s in summaries)
+    columns = ["trained", "sent", "Local-test", "Global-test", *(["shifted"] if shifted else []), "server"]
+    table = house_table(title, "method", *columns, *(["distilled"] if distilled else []))
+    table.caption = "server: the global model on Global-test"
+    table.caption += "; distilled: rounds in which the guard kept it" if distilled else ""
     for s in summaries:
         up, down = (s[k] / max(1, s["round"] * s["cohort"]) / 1e3 for k in ("bytes_up", "bytes_down"))
         table.caption += f"\n{s['method']}: {up:,.0f} kB up and {down:,.0f} kB down, a client and round"
