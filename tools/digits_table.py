@@ -35,7 +35,8 @@ COLUMNS = {"local": "Local-test", "global": "Global-test", "shifted": "shifted",
 def one(job: tuple[str, int, dict[str, Any], str]) -> dict[str, Any]:
     """Train one row with one seed in this process, on one thread."""
     from perada.config import resolve
-    from perada.evaluate import shifted_scores
+    from perada.data import named_sets
+    from perada.evaluate import scores_on
     from perada.memory import keep_memory
     from perada.simulate import prepare
 
@@ -49,7 +50,8 @@ def one(job: tuple[str, int, dict[str, Any], str]) -> dict[str, Any]:
         sim.step()
     trained = time.perf_counter() - start
     last = sim.evaluate()
-    shifted = shifted_scores(sim.model, sim.personal(), sim.federation, "shifted").as_dict()["mean"]
+    sets = named_sets(sim.federation, "shifted", severities=config.run.severities)
+    shifted = scores_on(sim.model, sim.personal(), sim.federation, sets).as_dict()["mean"]
     server = last["global_model"]
     return {
         "row": row,

@@ -1,3 +1,4 @@
 from .cli import script
 
-script()
+if __name__ == "__main__":  # processes of `perada compare` import this module under another name
+    script()

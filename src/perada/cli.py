@@ -123,6 +123,7 @@ def compare_command(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")] = None,
     out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="default runs/compare-PRESET")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue, method by method; adds what is new")] = False,
+    jobs: Annotated[int, typer.Option(min=0, help="runs at once, a thread each; 0: as many as is sensible")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """The paper's table on your data: methods times seeds on one split."""
@@ -136,6 +137,7 @@ def compare_command(
             device=device,
             out=out_dir,
             resume=resume,
+            jobs=jobs,
             on_run=watch.run,
             on_round=watch.round,
             say=_say,

@@ -11,7 +11,7 @@ from typing import Any
 from . import standings
 from .api import Run, default_source, free_path, load, newest_path, resumable, source_name, train
 from .config import Config, resolve
-from .data import Federation
+from .data import Federation, build_federation
 from .errors import InputError, Interrupted, RunError
 from .plan import (
     again,
@@ -26,8 +26,9 @@ from .plan import (
     write_plan,
 )
 from .report import write_report
-from .runs import write_atomic
+from .runs import device_of, write_atomic
 from .simulate import Progress, Say
+from .workers import jobs_for, work_through
 
 PLAN = "plan.json"
 
@@ -75,6 +76,7 @@ def compare(
     device: str | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    jobs: int = 1,
     on_run: Callable[[int, int, str], None] = lambda at, total, name: None,
     on_round: Callable[[Progress], None] = lambda progress: None,
     say: Say = lambda text: None,
@@ -82,7 +84,8 @@ def compare(
     """Train every method with every seed (default 1) on one split (`data.seed`), and write the tables.
 
     With `resume` finished runs are kept, a run that was stopped goes on, and methods or seeds that are asked for
-    beyond the plan are added to it.
+    beyond the plan are added to it. `jobs` processes of one thread each share the runs; 0 is as many as is sensible
+    here (which needs the caller's module to be guarded by `if __name__ == "__main__"`).
     """
     overrides = dict(set or {})
     for key, value in (("data.root", data), ("run.device", device)):
@@ -97,14 +100,23 @@ def compare(
     else:
         found = Comparison(path if out is not None else free_path(path))
         federation = _begin(found, source or default_source(data), choose_methods(methods), seeds or 1, overrides)
-    names, speak = found.names, once(say)
-    for at, name in enumerate(names):
-        on_run(at, len(names), name)
-        if not found.finished(name):
-            _train(found, name, moved(overrides), federation, on_round, speak)
-            with resumable(found.path, "perada compare"):
-                found.write_tables()
-    on_run(len(names), len(names), "done")
+    names, left = found.names, [n for n in found.names if not found.finished(n)]
+
+    def done(name: str) -> None:
+        with resumable(found.path, "perada compare"):
+            found.write_tables()
+        finished = sum(map(found.finished, names))
+        on_run(finished, len(names), "done" if finished == len(names) else f"{name} done")
+
+    on_run(len(names) - len(left), len(names), left[0] if left else "done")
+    if (jobs or jobs_for(len(left), federation.device)) > 1:
+        _all_at_once(found, left, jobs or jobs_for(len(left), federation.device), moved(overrides), done)
+        left = []
+    speak = once(say)
+    for name in left:
+        on_run(sum(map(found.finished, names)), len(names), name)
+        _train(found, name, moved(overrides), federation, on_round, speak)
+        done(name)
     with resumable(found.path, "perada compare"):
         found.write_tables()
         write_report(found.runs, found.path / "report.html")
@@ -158,6 +170,23 @@ def _configs(source: str, plan: Mapping[str, Any]) -> dict[str, Config]:
         for seed in plan["seeds"]
         for method in methods
     }
+
+
+def _all_at_once(
+    found: Comparison, names: Sequence[str], jobs: int, here: dict[str, Any], done: Callable[[str], None]
+) -> None:
+    try:
+        work_through(names, jobs, _worker, found.path, here, done=done)
+    except KeyboardInterrupt as stop:
+        raise Interrupted(found.path) from stop
+
+
+def _worker(path: Path, here: dict[str, Any]) -> Callable[[str], None]:
+    """What a process of its own does with the names of runs."""
+    found = Comparison(path)
+    first = planned(path, found.names[0], here)
+    federation = build_federation(first.data, device_of(first.run.device))
+    return lambda name: _train(found, name, here, federation, lambda progress: None, lambda text: None)
 
 
 def _train(

@@ -41,12 +41,13 @@ class Watch:
             console=err,
         )
         self.all: TaskID | None = None
-        self.rounds = self.bar.add_task("training", total=None, unit="rounds")
+        self.rounds = self.bar.add_task("training", total=None, unit="rounds", visible=False)
 
     def run(self, at: int, total: int, name: str) -> None:
         """Another run begins: `at` of `total` are done."""
         if self.all is None:
             self.all = self.bar.add_task("", total=total, unit="runs")
+            self.bar.start()
         self.bar.update(self.all, description=name, completed=at)
         self.bar.reset(self.rounds, description="training")
 
@@ -57,7 +58,7 @@ class Watch:
                 f"warning: {name}: training stopped being finite in round {p.round}; kept its last state"
             )
         shown = caption(p.metrics) if p.metrics else p.stage if p.round == 0 else None
-        self.bar.update(self.rounds, description=shown, total=p.rounds, completed=p.round)
+        self.bar.update(self.rounds, description=shown, total=p.rounds, completed=p.round, visible=True)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SCORES = {
     "local_test": ("Local-test", "each client's personal model on that client's own test images"),
     "global_test": ("Global-test", "each client's personal model on everybody's test images"),
-    "shifted": ("Shifted", "the Global-test images with noise, blur, rotation and more, the mean of all severities"),
+    "shifted": ("Shifted", "the Global-test images corrupted in 19 ways (noise, blur, fog, ...), the mean"),
 }
 SERVER = ("Global model", "the one model the server sends out, on everybody's test images")
 

@@ -1,0 +1,82 @@
+"""Several runs of a comparison at once, one process and one thread each: what many cores are good for without a GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from queue import Empty
+from typing import Any
+
+import torch
+
+from .errors import RunError
+from .memory import keep_memory
+
+Work = Callable[[str], None]
+
+
+def jobs_for(runs: int, device: torch.device) -> int:
+    """A core each, two runs a process at least (a process takes seconds to start), four processes at most (memory)."""
+    return 1 if device.type != "cpu" else max(1, min(len(os.sched_getaffinity(0)), runs // 2, 4))
+
+
+def work_through(
+    names: Sequence[str], jobs: int, worker: Callable[..., Work], *args: Any, done: Callable[[str], None]
+) -> None:
+    """Do all of `names`: each process makes `worker(*args)`, a function, once and calls it with one name after another.
+
+    The first failure or an interrupt ends the others as Ctrl-C would, so that they save what they have.
+    """
+    context = get_context("spawn")
+    tasks, results = context.Queue(), context.Queue()
+    for name in [*names, *[None] * jobs]:
+        tasks.put(name)
+    processes = [context.Process(target=_process, args=(tasks, results, worker, args)) for _ in range(jobs)]
+    for process in processes:
+        process.start()
+    try:
+        left = len(names)
+        while left:
+            name, error = _next(results, processes)
+            if error is not None:
+                raise error
+            left -= 1
+            done(name)
+    except BaseException:
+        for process in processes:
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, signal.SIGINT)
+        raise
+    finally:
+        for process in processes:
+            process.join()
+
+
+def _next(results: Any, processes: Sequence[BaseProcess]) -> tuple[str, BaseException | None]:
+    while True:
+        try:
+            found: tuple[str, BaseException | None] = results.get(timeout=1.0)
+            return found
+        except Empty:
+            if any(p.exitcode not in (None, 0) for p in processes):
+                raise RunError(
+                    "a training process was killed (out of memory?); what it had finished is saved"
+                ) from None
+
+
+def _process(tasks: Any, results: Any, worker: Callable[..., Work], args: tuple[Any, ...]) -> None:
+    keep_memory()
+    torch.set_num_threads(1)
+    name = ""
+    try:
+        work = worker(*args)
+        for name in iter(tasks.get, None):
+            work(name)
+            results.put((name, None))
+    except KeyboardInterrupt:
+        results.put((name, KeyboardInterrupt()))
+    except Exception as error:
+        results.put((name, error))
