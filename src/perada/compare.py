@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from .config import Config, resolve
 from .data import Federation, build_federation
 from .errors import InputError, Interrupted, RunError
 from .plan import (
+    absolute,
     again,
     check_all,
     choose_methods,
@@ -23,6 +25,7 @@ from .plan import (
     read_plan,
     refuse_taken,
     settings_for,
+    whole,
     write_plan,
 )
 from .report import write_report
@@ -125,8 +128,9 @@ def compare(
 
 def _begin(found: Comparison, source: str, methods: list[str], seeds: int, overrides: dict[str, Any]) -> Federation:
     refuse_taken(found.path, PLAN)
-    first = resolve(source, settings_for(methods[0], overrides, methods)).run.seed
-    plan = {"source": source, "methods": methods, "seeds": list(range(first, first + seeds)), "set": overrides}
+    config = resolve(source, settings_for(methods[0], overrides, methods))
+    numbers = list(range(config.run.seed, config.run.seed + seeds))
+    plan = {"source": source, "methods": methods, "seeds": numbers, "set": absolute(overrides, config)}
     configs = _configs(source, plan)
     federation = check_all(configs.values())
     write_plan(found.path, PLAN, plan, configs, source)
@@ -142,8 +146,7 @@ def _take_up(
 ) -> Federation:
     """The plan as it is, with the methods and seeds that are new."""
     plan = found.plan
-    if not {"source", "methods", "seeds", "set"} <= plan.keys():
-        raise InputError(f"{found.path / PLAN} is damaged: start anew with another --out")
+    whole(found.path, PLAN, plan, {"source": str, "methods": list, "seeds": list, "set": dict})
     held = again(found.path, plan, source, overrides)
     known, first = found.names, plan["seeds"][0]
     wanted = plan["methods"] if methods is None else list(dict.fromkeys([*plan["methods"], *choose_methods(methods)]))
@@ -151,16 +154,16 @@ def _take_up(
     if wanted != plan["methods"] or many != len(plan["seeds"]):
         plan = {**plan, "methods": wanted, "seeds": list(range(first, first + many))}
         new = {name: config for name, config in _configs(held, plan).items() if name not in known}
-        check_all([planned(found.path, known[0], moved(overrides)), *(_moved(c, overrides) for c in new.values())])
+        here = planned(found.path, known[0], moved(overrides))
+        check_all([here, *(_as_here(config, here) for config in new.values())])
         write_plan(found.path, PLAN, plan, new, held)
     return check_all([planned(found.path, found.names[0], moved(overrides))])
 
 
-def _moved(config: Config, overrides: Mapping[str, Any]) -> Config:
-    """A configuration of the plan as it is on this machine."""
-    here = moved(overrides)
-    data = replace(config.data, root=here.get("data.root", config.data.root))
-    return replace(config, data=data, run=replace(config.run, device=here.get("run.device", config.run.device)))
+def _as_here(config: Config, here: Config) -> Config:
+    """A new configuration with the paths and the device of the machine that resumes."""
+    data, run = replace(config.data, root=here.data.root), replace(config.run, device=here.run.device)
+    return replace(config, data=data, run=run)
 
 
 def _configs(source: str, plan: Mapping[str, Any]) -> dict[str, Config]:
@@ -179,6 +182,8 @@ def _all_at_once(
         work_through(names, jobs, _worker, found.path, here, done=done)
     except KeyboardInterrupt as stop:
         raise Interrupted(found.path) from stop
+    except RunError as error:
+        raise RunError(f"{error}: perada compare --out {shlex.quote(str(found.path))} --resume") from error
 
 
 def _worker(path: Path, here: dict[str, Any]) -> Callable[[str], None]:
@@ -214,5 +219,5 @@ def _train(
     except Interrupted as stop:
         raise Interrupted(found.path) from stop
     except RunError as error:
-        more = f"perada compare --out {found.path} --resume"
+        more = f"perada compare --out {shlex.quote(str(found.path))} --resume"
         raise RunError(f"{name}: {error}, or go on with all of it: {more}") from error

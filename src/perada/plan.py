@@ -74,8 +74,11 @@ def write_plan(path: Path, file: str, plan: Mapping[str, Any], configs: Mapping[
     """The configurations first, then the plan that names them: it is there only when it is whole."""
     try:
         (path / "plan").mkdir(parents=True, exist_ok=True)
-        if source.endswith(".toml") and Path(source) != path / "source.toml":
-            shutil.copyfile(source, path / "source.toml")
+        copy = path / "source.toml"
+        if not source.endswith(".toml"):
+            copy.unlink(missing_ok=True)  # of a plan that was never finished
+        elif not copy.exists() or not copy.samefile(Path(source).expanduser()):
+            shutil.copyfile(Path(source).expanduser(), copy)
         for name, config in configs.items():
             write_atomic(path / "plan" / f"{name}.toml", config.toml().encode())
         write_atomic(path / file, (json.dumps(plan, indent=1) + "\n").encode())
@@ -89,7 +92,7 @@ def again(path: Path, plan: Mapping[str, Any], source: str | None, overrides: Ma
     held = str(copy) if copy.is_file() else str(plan["source"])
     if source is not None and source != plan["source"]:
         raise InputError(f"{path} was made from {plan['source']}: resume it without {source}, or choose another --out")
-    for key, value in overrides.items():
+    for key, value in json.loads(json.dumps(dict(overrides))).items():
         if key not in MOVED and (key not in plan["set"] or plan["set"][key] != value):
             raise InputError(f"{path} was made with another {key}: resume it without it, or choose another --out")
     return held
@@ -103,7 +106,9 @@ def check_all(configs: Iterable[Config]) -> Federation:
         if federation is None or first is None:
             first, federation = config, build_federation(config.data, device_of(config.run.device))
         if config.data != first.data:
-            raise InputError(f"{config.method_name} has [data] settings of its own: all methods share one split")
+            raise InputError(
+                f"{config.method_name} and {first.method_name} differ in their [data] settings: all share one split"
+            )
         prepare(config, federation=federation, pretrain=_not_now)
     assert federation is not None
     return federation
@@ -123,6 +128,18 @@ def once(say: Say) -> Callable[[str], None]:
             say(text)
 
     return speak
+
+
+def absolute(overrides: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """The overrides with paths that mean the same from any folder, as `config` has them."""
+    known = {"data.root": config.data.root, "model.weights": config.model.weights, "distill.data": config.distill.data}
+    return {k: known.get(k, v) for k, v in overrides.items()}
+
+
+def whole(path: Path, file: str, plan: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+    """Refuse a plan that somebody has changed beyond recognition."""
+    if not all(isinstance(plan.get(k), kind) and (plan[k] or kind is dict) for k, kind in kinds.items()):
+        raise InputError(f"{path / file} is damaged: start anew with another --out")
 
 
 def moved(overrides: Mapping[str, Any]) -> dict[str, Any]:

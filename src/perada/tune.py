@@ -17,6 +17,7 @@ from .data import Federation
 from .errors import InputError, unknown
 from .methods import grids, hyperparameters
 from .plan import (
+    absolute,
     again,
     check_all,
     choose_methods,
@@ -26,10 +27,11 @@ from .plan import (
     read_plan,
     refuse_taken,
     settings_for,
+    whole,
     write_plan,
 )
 from .runs import RunFolder, write_atomic
-from .simulate import Progress, Say, prepare, run
+from .simulate import Progress, Say, check, prepare, run
 
 PLAN = "search.json"
 GRIDS: dict[str, tuple[float, ...]] = {  # the paper's
@@ -130,8 +132,8 @@ def tune(
         search = Search(path if out is not None else free_path(path))
         _begin(search, source or default_source(data), choose_methods(methods), overrides, dict(grid or {}))
     points, speak = search.plan["points"], once(say)
-    speak(f"{len(points)} trainings")
-    federation = check_all([planned(search.path, search.plan["methods"][0], moved(overrides))])
+    federation = check_all([_config(search, points[0], overrides)])
+    speak(f"{len(points)} training{'s' if len(points) > 1 else ''}")
     done = {json.dumps([r["method"], r["settings"]]) for r in search.results()}
     for at, point in enumerate(points):
         shown = ", ".join(f"{k.partition('.')[2]} {toml_value(v)}" for k, v in point["settings"].items())
@@ -158,17 +160,22 @@ def _begin(
     given = {**tune_grid(source), **grid}
     _check_grid(given, methods)
     configs = {m: resolve(source, settings_for(m, overrides, methods)) for m in methods}
-    points = []
+    points: list[dict[str, Any]] = []
+    made: list[Config] = []
     for method, config in configs.items():
         keys = {k: v for k, v in grid_of(method, config, given).items() if k not in overrides}
-        for values in itertools.product(*(dict.fromkeys(v) for v in keys.values())):
-            point = dict(zip(keys, values, strict=True))
-            resolve(source, {**settings_for(method, overrides, methods), **point})  # refuses a bad value now
-            points.append({"method": method, "settings": point})
-    federation = check_all(configs.values())
+        for values in itertools.product(*keys.values()):
+            settings = dict(zip(keys, values, strict=True))
+            if (point := {"method": method, "settings": settings}) not in points:
+                points.append(point)
+                made.append(resolve(source, {**settings_for(method, overrides, methods), **settings}))
+    federation = check_all(next(c for c in made if c.method_name == m) for m in methods)
+    for config in made:
+        check(config, federation, config.make_method())
     if not any(len(c.val) for c in federation.clients):
         raise InputError("tuning needs validation data at the clients: raise data.val")
-    plan = {"source": source, "methods": methods, "set": overrides, "grid": grid, "points": points}
+    typed = absolute(overrides, made[0])
+    plan = {"source": source, "methods": methods, "set": typed, "grid": grid, "points": points}
     write_plan(search.path, PLAN, plan, configs, source)
 
 
@@ -190,8 +197,7 @@ def _take_up(
 ) -> None:
     """Refuse what is not the plan's: a search goes on as it was begun."""
     plan = search.plan
-    if not {"source", "methods", "set", "grid", "points"} <= plan.keys():
-        raise InputError(f"{search.path / PLAN} is damaged: start anew with another --out")
+    whole(search.path, PLAN, plan, {"source": str, "methods": list, "set": dict, "grid": dict, "points": list})
     again(search.path, plan, source, overrides)
     if methods is not None and choose_methods(methods) != plan["methods"]:
         raise InputError(f"{search.path} was made with other methods: resume it without them, or choose another --out")

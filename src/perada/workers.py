@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
 from queue import Empty
 from typing import Any
@@ -67,7 +68,16 @@ def _next(results: Any, processes: Sequence[BaseProcess]) -> tuple[str, BaseExce
                 ) from None
 
 
+def _follow() -> None:
+    """End with the process that started this one, whatever ended it: nobody else would know of this one."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)  # what is written is whole at any moment
+
+
 def _process(tasks: Any, results: Any, worker: Callable[..., Work], args: tuple[Any, ...]) -> None:
+    threading.Thread(target=_follow, daemon=True).start()
     keep_memory()
     torch.set_num_threads(1)
     name = ""
