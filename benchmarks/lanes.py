@@ -26,7 +26,7 @@ from timing import Job, interleaved, machine, show, spread, sync, write
 from torch import Tensor, nn
 
 from perada.lanes import Batch, LaneModel, State, gather, sgd, stack
-from perada.memory import keep_memory
+from perada.machine import keep_memory
 from perada.models import lane_model
 from perada.models.resnet import resnet
 

@@ -33,7 +33,7 @@ from perada.watch import Watch
 TINY: dict[str, Any] = {"data__clients": 3, "distill__steps": 1, "distill__candidates": [1]}
 METHODS = ["perada", "standalone"]  # not the paper's order
 NAMES = [f"{method}-{seed}" for seed in (0, 1) for method in METHODS]
-PARTS = {"config.toml", "metrics.jsonl", "summary.json", "checkpoints", "report.html"}
+PARTS = {"config.toml", "data.json", "metrics.jsonl", "summary.json", "checkpoints", "report.html"}
 
 
 def words(out: Path | str, *more: str, methods: str = ",".join(METHODS), **set: Any) -> list[str]:
@@ -132,7 +132,7 @@ def test_files_and_terminal_have_every_method_and_the_paths(whole: Path, capsys:
     assert "mean of 2 seeds" in (whole / "table.md").read_text()
     assert cli.main(["compare", "--out", str(whole), "--resume"]) == 0
     text = capsys.readouterr().out
-    for word in (*METHODS, "Local-test", "Global-test", "shifted", "trained", "sent", "global model of"):
+    for word in (*METHODS, "Local-test", "Global-test", "trained", "sent", "global model of"):
         assert word in text
     assert str(whole / "report.html") in text
 
@@ -279,7 +279,7 @@ def test_interrupted_in_a_middle_run_it_goes_on_from_there(whole: Path, tmp_path
 def test_the_line_that_resumes_can_be_pasted_into_a_shell(
     stop: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, before = (1, "go on with all of it: ") if isinstance(stop, OSError) else (130, "Continue with: ")
+    code, before = (1, "what is finished is saved: ") if isinstance(stop, OSError) else (130, "Continue with: ")
     out, real, rounds = tmp_path / "my runs", Watch.round, []
 
     def interrupt(self: Watch, progress: Any) -> None:

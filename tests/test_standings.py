@@ -158,10 +158,10 @@ def test_markdown() -> None:
         "| ditto | 0.16M | 78,042 | <u>80.00</u> ± 4.00 | **46.00** ± 4.00 | n/a |\n"
         "| perada | 24,660 | 12,330 | **91.00** ± 5.00 | <u>41.00</u> ± 5.00 | **20.00** ± 2.00 |\n"
         "\n"
-        "| global model of | Global-test | shifted |\n"
-        "| --- | ---: | ---: |\n"
-        "| ditto | <u>61.00</u> ± 0.00 | n/a |\n"
-        "| perada | **62.00** ± 2.83 | n/a |\n"
+        "| global model of | Global-test |\n"
+        "| --- | ---: |\n"
+        "| ditto | <u>61.00</u> ± 0.00 |\n"
+        "| perada | **62.00** ± 2.83 |\n"
     )
 
 
@@ -176,12 +176,12 @@ perada & 24,660 & 12,330 & \textbf{91.00} $\pm$ 5.00 & \underline{41.00} $\pm$ 5
 \bottomrule
 \end{tabular}
 
-\begin{tabular}{lrr}
+\begin{tabular}{lr}
 \toprule
-global model of & Global-test & shifted \\
+global model of & Global-test \\
 \midrule
-ditto & \underline{61.00} $\pm$ 0.00 & n/a \\
-perada & \textbf{62.00} $\pm$ 2.83 & n/a \\
+ditto & \underline{61.00} $\pm$ 0.00 \\
+perada & \textbf{62.00} $\pm$ 2.83 \\
 \bottomrule
 \end{tabular}
 """
@@ -240,8 +240,8 @@ def test_comma_separated_has_every_number_unrounded() -> None:
 def test_one_row_has_no_marks_in_any_format() -> None:
     """The best of one is no news; a fault in the code that counts would bolden it."""
     found = st.standings([summary("fedavg", 70.123, 50.5, std=1.0, server=50.5)])
-    assert "| fedavg | 78,042 | 78,042 | 70.12 ± 1.00 | 50.50 ± 1.00 | n/a |" in st.markdown(found)
-    assert "| fedavg | 50.50 | n/a |" in st.markdown(found), "one seed: nothing behind the global model's number"
+    assert "| fedavg | 78,042 | 78,042 | 70.12 ± 1.00 | 50.50 ± 1.00 |" in st.markdown(found)
+    assert "| fedavg | 50.50 |" in st.markdown(found), "one seed: nothing behind the global model's number"
     for mark in ("textbf", "underline"):
         assert mark not in st.latex(found)
 
@@ -255,7 +255,7 @@ def test_without_a_global_model_there_is_one_table(made: Any) -> None:
 
 def test_a_global_model_that_scores_nothing_is_still_one() -> None:
     found = st.standings([summary("fedavg", 70.0, server=0.0), summary("standalone", 70.0)])
-    assert "| fedavg | 0.00 | n/a |" in st.markdown(found)
+    assert "| fedavg | 0.00 |" in st.markdown(found)
     assert "| standalone | 0.00" not in st.markdown(found)
 
 

@@ -37,7 +37,7 @@ def one(job: tuple[str, int, dict[str, Any], str]) -> dict[str, Any]:
     from perada.config import resolve
     from perada.data import named_sets
     from perada.evaluate import scores_on
-    from perada.memory import keep_memory
+    from perada.machine import keep_memory
     from perada.simulate import prepare
 
     row, seed, settings, device = job

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from . import __version__
 from .config import Config, resolve
-from .data import Federation, build_federation, data_home, named_sets, read_image
+from .data import Federation, build_federation, data_home, named_sets, place_of, read_image
 from .errors import InputError, Interrupted, RunError, unknown
-from .evaluate import Scores, personal_scores, scores_on
+from .evaluate import Scores, all_scores_on, personal_scores, scores_on
 from .lanes import State
 from .methods import method_sizes
 from .models import count_groups
 from .report import write_report
-from .runs import RunFolder, device_of, write_atomic
+from .runs import RunFolder, device_of, locked, write_atomic
 from .simulate import DTYPES, Progress, Say, Simulation, prepare
 from .simulate import run as run_rounds
 
@@ -42,7 +42,7 @@ class Run:
     @cached_property
     def simulation(self) -> Simulation:
         """The run at its newest checkpoint."""
-        sim = prepare(self.config, self.folder.backbone, federation=self.federation)
+        sim = prepare(self.config, self.folder.backbone, federation=self.federation, to_train=False)
         saved, _ = self.folder.load()
         if saved is None:
             raise InputError(f"{self.path} has no checkpoint yet: train it first")
@@ -60,7 +60,9 @@ class Run:
     @cached_property
     def federation(self) -> Federation:
         """Who holds what; needs the data, not the weights."""
-        return build_federation(self.config.data, device_of(self.config.run.device))
+        found = build_federation(self.config.data, device_of(self.config.run.device))
+        self.folder.check_data(_data_facts(found))
+        return found
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -109,7 +111,9 @@ class Run:
             out |= personal_scores(sim.model, lanes, sim.federation, plain)
         for name in on:
             if name not in plain:
-                sets = named_sets(sim.federation, name, self.config.data.root or data_home())
+                official = name.partition(":")[0]
+                home = place_of(official, self.config.data.root) if official.startswith("cifar10") else None
+                sets = named_sets(sim.federation, name, home or self.config.data.root or data_home())
                 out[name] = scores_on(sim.model, lanes, sim.federation, sets)
         return out
 
@@ -131,7 +135,9 @@ class Run:
                 if not self.federation.multilabel
                 else range(len(names))
             )
-            out.append({"image": str(path), "client": client, "probabilities": {names[i]: row[i] for i in order}})
+            found_here = {names[i]: row[i] for i in order}
+            about = {"image": str(path), "client": client, "multilabel": self.federation.multilabel}
+            out.append({**about, "probabilities": found_here})
         return out
 
     def export(self, client: str, out: Path, merged: bool = False) -> None:
@@ -185,12 +191,14 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     federation: Federation | None = None,
+    backbone: Path | None = None,
     on_round: Callable[[Progress], None] = lambda progress: None,
     say: Say = lambda text: None,
 ) -> Run:
     """Train a preset or a TOML file; the same keys as on the command line.
 
-    `federation` saves loading the same data again, where several runs share them.
+    `federation` saves loading the same data again, where several runs share them; `backbone` is what FedAvg
+    pretraining (`model.weights=fedavg`) gave an earlier run.
     """
     source = source or default_source(data)
     overrides = dict(set or {})
@@ -206,17 +214,25 @@ def train(
         RunFolder.check(path, overwrite)
         new = _Folder(path, config, overwrite)
         # Everything that can be refused is refused before a folder is made.
-        sim = prepare(
-            config, say=say, federation=federation, pretrain=lambda inner: _pretrain(inner, new.made, on_round)
-        )
+        sim = prepare(config, backbone, say, federation, lambda inner: _pretrain(inner, new.made, on_round))
         run = Run(new.made, config)
+        run.folder.write_json("data.json", _data_facts(sim.federation))
     if sim.backbone is not None and run.folder.backbone is None:
         run.folder.save_backbone(sim.backbone)
     # The run is at its newest checkpoint: no need to read that again.
     run.__dict__.update(simulation=sim, federation=sim.federation)
-    with resumable(run.path):
+    with locked(run.path), resumable(run.path):
         _finish(run, run_rounds(sim, run.folder, on_round))
     return run
+
+
+def _data_facts(federation: Federation) -> dict[str, Any]:
+    """What a run must find again to be opened: who holds how much of which classes."""
+    return {
+        "classes": list(federation.classes),
+        "image": list(federation.images.shape[1:]),
+        "clients": {c.name: [len(c.train), len(c.val), len(c.test)] for c in federation.clients},
+    }
 
 
 class _Folder:
@@ -284,6 +300,7 @@ def _resume(
     if saved is not None and saved.round > config.train.rounds:
         raise InputError(f"{path} has {saved.round} rounds already: train.rounds={config.train.rounds} would undo some")
     sim = prepare(config, folder.backbone, say, federation, pretrain=lambda inner: _pretrain(inner, folder, on_round))
+    folder.check_data(_data_facts(sim.federation))
     if saved is not None:
         sim.restore(saved)
     write_atomic(path / "config.toml", config.toml().encode())
@@ -326,10 +343,11 @@ def _finish(run: Run, row: dict[str, Any]) -> None:
     if pretrained:  # full models crossed the network then
         summary["pretrain"] = {k: pretrained[-1][k] for k in ("round", "bytes_up", "bytes_down", "seconds")}
     if run.config.run.shifts:
-        sets = list(named_sets(sim.federation, "shifted", severities=run.config.run.severities))
-        summary["shifted"] = scores_on(sim.model, sim.personal(), sim.federation, sets).as_dict()
-        if summary["global_model"]:
-            found = scores_on(sim.model, sim.now.broadcast, sim.federation, sets).as_dict()
-            summary["global_model"] |= {"shifted": found["mean"]}
+        sets = named_sets(sim.federation, "shifted", severities=run.config.run.severities)
+        lanes = [sim.personal(), *([sim.now.broadcast] if summary["global_model"] else [])]
+        personal, *server = all_scores_on(sim.model, lanes, sim.federation, sets)
+        summary["shifted"] = personal.as_dict()
+        for found in server:
+            summary["global_model"] |= {"shifted": found.as_dict()["mean"]}
     run.folder.write_json("summary.json", summary)
     write_report([run], run.path / "report.html")

@@ -25,7 +25,7 @@ from .compare import compare
 from .config import parse_grid, parse_setting, presets, resolve
 from .data import data_home, download
 from .errors import InputError, RunError
-from .memory import keep_memory
+from .machine import keep_memory
 from .methods import REGISTRY, method_sizes
 from .models import count_groups
 from .report import write_partition, write_report
@@ -36,7 +36,7 @@ from .watch import err, watched
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 data_app = typer.Typer(no_args_is_help=True, help="Fetch the data sets of the paper.")
 app.add_typer(data_app, name="data")
-out = Console()
+out = Console(markup=False)
 
 Source = Annotated[
     str | None,
@@ -269,12 +269,13 @@ def partition(
         overrides["data.root"] = data
     config = resolve(source or default_source(data), overrides)
     federation = build_federation(config.data, device_of("cpu"))
+    if out_file is not None:
+        write_partition(federation, out_file)
     if as_json:
         _print_json(tables.partition_json(federation))
         return
     out.print(tables.partition(federation))
     if out_file is not None:
-        write_partition(federation, out_file)
         out.print(f"wrote {out_file}", highlight=False, soft_wrap=True)
 
 
@@ -285,6 +286,8 @@ def data_get(
 ) -> None:
     """Download data sets, checked and resumed where a download was cut."""
     home = root or Path(data_home())
+    for name in names:
+        download.check(name, home)  # before a bar is drawn
     for name in names:
         with Progress(
             TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=err
@@ -297,6 +300,9 @@ def data_get(
 
             path = download.get(name, home, show)
         out.print(f"{name}   {path}", highlight=False, soft_wrap=True)
+        for file in download.unchecked(name, home):
+            line = f"no published checksum for {file.name}; its sha256 is {download.sha256(file)}"
+            out.print(line, highlight=False, soft_wrap=True)
 
 
 @data_app.command("list")

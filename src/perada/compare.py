@@ -19,13 +19,17 @@ from .plan import (
     again,
     check_all,
     choose_methods,
+    keep_backbone,
     moved,
     once,
     planned,
     read_plan,
     refuse_taken,
     settings_for,
+    shared_backbone,
     whole,
+    whole_name,
+    working_in,
     write_plan,
 )
 from .report import write_report
@@ -97,13 +101,31 @@ def compare(
     if seeds is not None and seeds < 1:
         raise InputError(f"--seeds must be at least 1, not {seeds}")
     path = Path(out) if out is not None else Path("runs") / f"compare-{source_name(source or default_source(data))}"
-    if resume:
-        found = Comparison(path if out is not None else newest_path(path))
-        federation = _take_up(found, source, methods, seeds, overrides)
-    else:
-        found = Comparison(path if out is not None else free_path(path))
-        federation = _begin(found, source or default_source(data), choose_methods(methods), seeds or 1, overrides)
-    names, left = found.names, [n for n in found.names if not found.finished(n)]
+    if out is None:
+        path = newest_path(path) if resume else free_path(path)
+    found = Comparison(path)
+    if not resume:
+        refuse_taken(path, PLAN)
+    with working_in(path, fresh=not resume):
+        if resume:
+            federation = _take_up(found, source, methods, seeds, overrides)
+        else:
+            federation = _begin(found, source or default_source(data), choose_methods(methods), seeds or 1, overrides)
+        _go_through(found, federation, jobs, moved(overrides), on_run, on_round, say)
+    return found
+
+
+def _go_through(
+    found: Comparison,
+    federation: Federation,
+    jobs: int,
+    here: dict[str, Any],
+    on_run: Callable[[int, int, str], None],
+    on_round: Callable[[Progress], None],
+    say: Say,
+) -> None:
+    """Train what is not finished, write the tables and the report."""
+    names, left, speak = found.names, [n for n in found.names if not found.finished(n)], once(say)
 
     def done(name: str) -> None:
         with resumable(found.path, "perada compare"):
@@ -113,24 +135,21 @@ def compare(
 
     on_run(len(names) - len(left), len(names), left[0] if left else "done")
     if (jobs or jobs_for(len(left), federation.device)) > 1:
-        _all_at_once(found, left, jobs or jobs_for(len(left), federation.device), moved(overrides), done)
+        _all_at_once(found, left, jobs or jobs_for(len(left), federation.device), here, done, speak)
         left = []
-    speak = once(say)
     for name in left:
         on_run(sum(map(found.finished, names)), len(names), name)
-        _train(found, name, moved(overrides), federation, on_round, speak)
+        _train(found, name, here, federation, on_round, speak)
         done(name)
     with resumable(found.path, "perada compare"):
         found.write_tables()
         write_report(found.runs, found.path / "report.html")
-    return found
 
 
 def _begin(found: Comparison, source: str, methods: list[str], seeds: int, overrides: dict[str, Any]) -> Federation:
-    refuse_taken(found.path, PLAN)
     config = resolve(source, settings_for(methods[0], overrides, methods))
     numbers = list(range(config.run.seed, config.run.seed + seeds))
-    plan = {"source": source, "methods": methods, "seeds": numbers, "set": absolute(overrides, config)}
+    plan = {"source": whole_name(source), "methods": methods, "seeds": numbers, "set": absolute(overrides, config)}
     configs = _configs(source, plan)
     federation = check_all(configs.values())
     write_plan(found.path, PLAN, plan, configs, source)
@@ -154,16 +173,21 @@ def _take_up(
     if wanted != plan["methods"] or many != len(plan["seeds"]):
         plan = {**plan, "methods": wanted, "seeds": list(range(first, first + many))}
         new = {name: config for name, config in _configs(held, plan).items() if name not in known}
-        here = planned(found.path, known[0], moved(overrides))
-        check_all([here, *(_as_here(config, here) for config in new.values())])
-        write_plan(found.path, PLAN, plan, new, held)
+        there, here = (planned(found.path, known[0], settings) for settings in ({}, moved(overrides)))
+        check_all([here, *(_as(config, here) for config in new.values())])
+        write_plan(found.path, PLAN, plan, {name: _as(config, there) for name, config in new.items()}, held)
     return check_all([planned(found.path, found.names[0], moved(overrides))])
 
 
-def _as_here(config: Config, here: Config) -> Config:
-    """A new configuration with the paths and the device of the machine that resumes."""
-    data, run = replace(config.data, root=here.data.root), replace(config.run, device=here.run.device)
-    return replace(config, data=data, run=run)
+def _as(config: Config, other: Config) -> Config:
+    """A new configuration with the paths and the device of another: a relative path may have meant another folder."""
+    return replace(
+        config,
+        data=replace(config.data, root=other.data.root),
+        model=replace(config.model, weights=other.model.weights),
+        distill=replace(config.distill, data=other.distill.data),
+        run=replace(config.run, device=other.run.device),
+    )
 
 
 def _configs(source: str, plan: Mapping[str, Any]) -> dict[str, Config]:
@@ -176,22 +200,28 @@ def _configs(source: str, plan: Mapping[str, Any]) -> dict[str, Config]:
 
 
 def _all_at_once(
-    found: Comparison, names: Sequence[str], jobs: int, here: dict[str, Any], done: Callable[[str], None]
+    found: Comparison, names: Sequence[str], jobs: int, here: dict[str, Any], done: Callable[[str], None], say: Say
 ) -> None:
     try:
-        work_through(names, jobs, _worker, found.path, here, done=done)
+        work_through(names, jobs, _worker, found.path, here, done=done, say=say)
     except KeyboardInterrupt as stop:
         raise Interrupted(found.path) from stop
-    except RunError as error:
-        raise RunError(f"{error}: perada compare --out {shlex.quote(str(found.path))} --resume") from error
 
 
-def _worker(path: Path, here: dict[str, Any]) -> Callable[[str], None]:
+def _worker(path: Path, here: dict[str, Any]) -> Callable[[str, Say], None]:
     """What a process of its own does with the names of runs."""
     found = Comparison(path)
     first = planned(path, found.names[0], here)
     federation = build_federation(first.data, device_of(first.run.device))
-    return lambda name: _train(found, name, here, federation, lambda progress: None, lambda text: None)
+
+    def work(name: str, say: Say) -> None:
+        def on_round(progress: Progress) -> None:
+            for client in progress.failed:
+                say(f"warning: {name}: {client}: training stopped being finite; kept its last state")
+
+        _train(found, name, here, federation, on_round, say)
+
+    return work
 
 
 def _train(
@@ -206,18 +236,21 @@ def _train(
     started = (path / "config.toml").is_file()
     if path.exists() and not started:
         shutil.rmtree(path)  # a kill left a folder with nothing in it
+    shared = shared_backbone(found.path, planned(found.path, name, here))
     try:
-        train(
+        run = train(
             str(found.path / "plan" / f"{name}.toml"),
             set=here,
             out=path,
             resume=started,
             federation=federation,
+            backbone=shared if shared is not None and shared.is_file() else None,
             on_round=on_round,
             say=say,
         )
+        keep_backbone(run.folder.backbone, shared)
     except Interrupted as stop:
         raise Interrupted(found.path) from stop
     except RunError as error:
         more = f"perada compare --out {shlex.quote(str(found.path))} --resume"
-        raise RunError(f"{name}: {error}, or go on with all of it: {more}") from error
+        raise RunError(f"{name}: {str(error).partition('; the last')[0]}; what is finished is saved: {more}") from error

@@ -30,13 +30,16 @@ class ModelOptions:
     weights: str = "random"  # a .safetensors or .pth file, embedded, torchvision, fedavg or random
     adapter: Literal["residual"] = "residual"
     dropout: float = 0.3
-    pretrain_rounds: int = 20  # of FedAvg, where weights = "fedavg"
+    pretrain_rounds: int = 20  # of FedAvg, where weights = "fedavg",
+    pretrain_lr: float = 0.01  # with this learning rate, whatever the method's own is
 
     def __post_init__(self) -> None:
         if self.backbone not in BACKBONES:
             raise unknown("backbone", self.backbone, BACKBONES)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
+        if not self.pretrain_lr > 0:
+            raise ValueError(f"pretrain_lr must be above 0, not {self.pretrain_lr}")
         if self.pretrain_rounds < 1:
             raise ValueError(f"pretrain_rounds must be at least 1, not {self.pretrain_rounds}")
 

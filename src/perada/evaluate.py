@@ -64,18 +64,21 @@ def score(logits: Tensor, targets: Tensor) -> float | None:
     """
     if len(targets) == 0:
         return None
-    if not targets.is_floating_point():
-        return 100.0 * float((logits.argmax(-1) == targets).double().mean())
+    if not targets.is_floating_point():  # a model that gives no number is wrong
+        right = (logits.argmax(-1) == targets) & logits.isfinite().all(-1)
+        return 100.0 * float(right.double().mean())
     return _percent(label_areas(logits, targets))
 
 
 def label_areas(logits: Tensor, targets: Tensor) -> list[float | None]:
-    """The area under the ROC curve of each label; None where only one class is present."""
+    """The area under the ROC curve of each label; None where only one class is present or a logit is no number."""
     from sklearn.metrics import roc_auc_score  # here, not above: slow to import, and only AUC needs it
 
     found, truth = logits.double().cpu().numpy(), targets.cpu().numpy()
     return [
-        float(roc_auc_score(truth[:, j], found[:, j])) if 0 < truth[:, j].sum() < len(truth) else None
+        float(roc_auc_score(truth[:, j], found[:, j]))
+        if 0 < truth[:, j].sum() < len(truth) and np.isfinite(found[:, j]).all()
+        else None
         for j in range(truth.shape[1])
     ]
 
@@ -158,10 +161,23 @@ def _own(model: LaneModel, lanes: State, federation: Federation, indices: list[I
 
 def scores_on(model: LaneModel, lanes: State, federation: Federation, sets: Iterable[tuple[Pixels, Tensor]]) -> Scores:
     """Every client's model on other test sets (`data.named_sets`), the mean over them."""
-    found = []
+    return all_scores_on(model, [lanes], federation, sets)[0]
+
+
+def all_scores_on(
+    model: LaneModel, several: Sequence[State], federation: Federation, sets: Iterable[tuple[Pixels, Tensor]]
+) -> list[Scores]:
+    """The same for several states of lanes, each test set made once."""
+    found: list[list[Scores]] = [[] for _ in several]
     for images, targets in sets:
-        logits = logits_of(model, lanes, federation, torch.from_numpy(images)).expand(len(federation.clients), -1, -1)
-        found.append(scores_of(federation, list(logits), [targets] * len(logits)))
+        for lanes, scores in zip(several, found, strict=True):
+            logits = logits_of(model, lanes, federation, torch.from_numpy(images))
+            logits = logits.expand(len(federation.clients), -1, -1)
+            scores.append(scores_of(federation, list(logits), [targets] * len(logits)))
+    return [_mean_scores(federation, scores) for scores in found]
+
+
+def _mean_scores(federation: Federation, found: Sequence[Scores]) -> Scores:
     per_label = {n: _mean([s.per_label[n] for s in found if s.per_label]) for n in found[0].per_label or {}}
     per_client = {c.name: _mean([s.per_client[c.name] for s in found]) for c in federation.clients}
     return Scores(per_client, per_label if federation.multilabel else None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ from .config import Config, resolve
 from .data import Federation, build_federation
 from .errors import InputError, unknown
 from .methods import REGISTRY, hyperparameters
-from .runs import device_of, write_atomic
-from .simulate import Say, Simulation, prepare
+from .runs import device_of, locked, write_atomic
+from .simulate import Say, Simulation, prepare, pretraining
 
 MOVED = ("run.device", "data.root")  # what may differ from the plan on the machine that resumes it
 
@@ -90,12 +92,17 @@ def again(path: Path, plan: Mapping[str, Any], source: str | None, overrides: Ma
     """The source of a plan that is taken up again; refuses settings that are not the plan's."""
     copy = path / "source.toml"
     held = str(copy) if copy.is_file() else str(plan["source"])
-    if source is not None and source != plan["source"]:
+    if source is not None and whole_name(source) != plan["source"]:
         raise InputError(f"{path} was made from {plan['source']}: resume it without {source}, or choose another --out")
     for key, value in json.loads(json.dumps(dict(overrides))).items():
         if key not in MOVED and (key not in plan["set"] or plan["set"][key] != value):
             raise InputError(f"{path} was made with another {key}: resume it without it, or choose another --out")
     return held
+
+
+def whole_name(source: str) -> str:
+    """A preset's name, or a file's whole path."""
+    return str(Path(source).expanduser().absolute()) if source.endswith(".toml") else source
 
 
 def check_all(configs: Iterable[Config]) -> Federation:
@@ -116,6 +123,40 @@ def check_all(configs: Iterable[Config]) -> Federation:
 
 def _not_now(sim: Simulation) -> None:
     """Pretraining has its time when the run has."""
+
+
+@contextmanager
+def working_in(path: Path, fresh: bool) -> Iterator[None]:
+    """One process at a time works on a plan. A folder that was made for one that was then refused is taken away."""
+    try:
+        made = fresh and not path.exists()
+        if fresh:
+            path.mkdir(parents=True, exist_ok=True)
+        with locked(path) if path.is_dir() else nullcontext():
+            yield
+    except OSError as error:
+        if isinstance(error.filename, str | Path) and str(error.filename).startswith(str(path)) and fresh:
+            raise InputError(f"cannot write to {path}: {error.strerror}") from error
+        raise
+    except InputError:
+        if made and path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+        raise
+
+
+def shared_backbone(path: Path, config: Config) -> Path | None:
+    """Where the trainings of a plan keep what FedAvg pretraining gave: it is the same for all that ask for the same."""
+    if config.model.weights != "fedavg":
+        return None
+    digest = hashlib.sha256(pretraining(config).toml().encode()).hexdigest()[:16]
+    return path / "pretrain" / f"{digest}.safetensors"
+
+
+def keep_backbone(held: Path | None, shared: Path | None) -> None:
+    """Leave it for the next training."""
+    if shared is not None and held is not None and not shared.is_file():
+        shared.parent.mkdir(exist_ok=True)
+        write_atomic(shared, held.read_bytes())
 
 
 def once(say: Say) -> Callable[[str], None]:

@@ -8,7 +8,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,14 @@ from torch import Tensor
 from .errors import InputError, RunError
 from .lanes import State
 
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
 KEEP = 2  # checkpoints
 PARTS = {
+    "data.json",
     "config.toml",
     "metrics.jsonl",
     "summary.json",
@@ -50,6 +57,23 @@ def write_atomic(path: Path, data: bytes) -> None:
         f.flush()
         os.fsync(f.fileno())
     os.replace(part, path)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time works in a folder."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise InputError(f"another process is at work in {path}: wait for it, or choose another --out") from error
+        yield
+    finally:
+        os.close(handle)
 
 
 def _sync_folder(path: Path) -> None:
@@ -163,6 +187,23 @@ class RunFolder:
 
     def write_json(self, name: str, value: object) -> None:
         write_atomic(self.path / name, (json.dumps(jsonable(value), indent=1) + "\n").encode())
+
+    def check_data(self, facts: Mapping[str, Any]) -> None:
+        """Refuse data that are not those the run was made with: a client's model would be another's."""
+        path = self.path / "data.json"
+        known = json.loads(path.read_text("utf8")) if path.is_file() else facts
+        if known == json.loads(json.dumps(facts)):
+            return
+        old, new = known["clients"], facts["clients"]
+        gone, more = [n for n in old if n not in new], [n for n in new if n not in old]
+        what = [f"{n!r} is new" for n in more[:1]] + [f"{n!r} is gone" for n in gone[:1]]
+        what += [f"{n!r} has other samples" for n in old if n in new and old[n] != new[n]][:1]
+        if known["classes"] != list(facts["classes"]):
+            what = ["other classes"]
+        raise InputError(
+            f"the data are not those that {self.path} was made with ({', '.join(what) or 'other images'}): "
+            "give the old ones with --data, or train again"
+        )
 
     def summary(self) -> dict[str, Any]:
         path = self.path / "summary.json"

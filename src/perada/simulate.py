@@ -226,8 +226,9 @@ def prepare(
     say: Say = lambda text: None,
     federation: Federation | None = None,
     pretrain: Callable[[Simulation], None] = in_memory,
+    to_train: bool = True,
 ) -> Simulation:
-    """Data, backbone, method: everything before the first round.
+    """Data, backbone, method: everything before the first round; less the public images, if not `to_train`.
 
     `backbone` is the copy of the weights that a run folder keeps; `federation` saves loading the data again;
     `pretrain` runs the FedAvg simulation where model.weights=fedavg.
@@ -236,7 +237,7 @@ def prepare(
     federation = federation or build_federation(config.data, device)
     method = config.make_method()
     check(config, federation, method)
-    public = _public(config, federation, method, device, dtype)
+    public = _public(config, federation, method, device, dtype) if to_train else []
     net = _backbone(config, federation, backbone, say, pretrain)
     adapter = config.model.adapter if method.parts.adapters else None
     model = lane_model(net, method.parts.trains, adapter, config.model.dropout, config.run.seed)
@@ -251,7 +252,10 @@ def check(config: Config, federation: Federation, method: Method) -> None:
     """Refuse settings that do not fit the data or the method."""
     clients = len(federation.clients)
     if method.parts.own_step and config.train.momentum:
-        raise InputError(f"{config.method_name} has its own step, without momentum: --set train.momentum=0")
+        raise InputError(
+            f"{config.method_name} has its own step, without momentum: set train.momentum=0, for it alone in "
+            f"[methods.{config.method_name}] of a TOML file"
+        )
     if config.train.cohort > clients:
         raise InputError(f"train.cohort={config.train.cohort} but there are {clients} clients: lower it")
     if not method.parts.distils or not config.distill.steps:
@@ -310,21 +314,28 @@ def _backbone(
 
 def _pretrained(config: Config, federation: Federation, say: Say, pretrain: Callable[[Simulation], None]) -> ResNet:
     """FedAvg from scratch on the clients' own data (SPEC, section 8: initialisation), with streams of its own."""
-    rounds, seed = config.model.pretrain_rounds, key_of(config.run.seed, "pretrain") & (2**63 - 1)
-    say(f"pretraining {config.model.backbone} with {rounds} rounds of FedAvg on the clients' data")
-    start = replace(
-        config,
-        model=replace(config.model, weights="random"),
-        method={"name": "fedavg"},
-        train=replace(config.train, rounds=rounds),
-        run=replace(config.run, seed=seed, eval_every=rounds),
-    )
+    start = pretraining(config)
+    say(f"pretraining {config.model.backbone} with {start.train.rounds} rounds of FedAvg on the clients' data")
     sim = prepare(start, federation=federation)
     pretrain(sim)
     net, _ = build_backbone(config.model.backbone, len(federation.classes), "random", config.run.seed)
     found = {n: t[0].cpu() for held in (sim.now.broadcast.params, sim.now.broadcast.buffers) for n, t in held.items()}
     load_into(net, {n: t.float() for n, t in found.items()}, "fedavg")
     return net
+
+
+def pretraining(config: Config) -> Config:
+    """The FedAvg run that a run with model.weights=fedavg starts from. It does not depend on the run's own method and
+    learning rate, so that the methods of a comparison start alike."""
+    rounds = config.model.pretrain_rounds
+    seed = key_of(config.run.seed, "pretrain") & (2**63 - 1)
+    return replace(
+        config,
+        model=replace(config.model, weights="random"),
+        method={"name": "fedavg"},
+        train=replace(config.train, rounds=rounds, lr=config.model.pretrain_lr),
+        run=replace(config.run, seed=seed, eval_every=rounds),
+    )
 
 
 def run(

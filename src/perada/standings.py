@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from .methods import REGISTRY
 from .tables import house_table, millions
@@ -39,6 +40,19 @@ class Standings:
     @property
     def seeds(self) -> int:
         return max((r.seeds for r in self.rows), default=0)
+
+    @property
+    def columns(self) -> list[str]:
+        """What was measured at all."""
+        return [key for key in PERSONAL if any(r.personal[key] for r in self.rows)]
+
+    @property
+    def server_columns(self) -> list[str]:
+        return [key for key in GLOBAL if any(r.server[key] for r in self.rows)]
+
+    def heads(self) -> tuple[list[str], list[str]]:
+        first = ["method", "trained", "sent", *(PERSONAL[key] for key in self.columns)]
+        return first, ["global model of", *(GLOBAL[key] for key in self.server_columns)]
 
     def about(self) -> str:
         over = f", mean of {self.seeds} seeds" if self.seeds > 1 else ""
@@ -98,11 +112,11 @@ Cell = Callable[[str, Place], str]
 def _cells(found: Standings, cell: Cell) -> tuple[list[list[str]], list[list[str]]]:
     """Both tables as text: the personal models, and the global models of the methods that have one."""
     personal = [[r.method, millions(r.trained), millions(r.communicated)] for r in found.rows]
-    for key in PERSONAL:
+    for key in found.columns:
         _add(personal, [r.personal[key] for r in found.rows], cell, spread=1)
     with_server = [r for r in found.rows if any(r.server.values())]
     server = [[r.method] for r in with_server]
-    for key in GLOBAL:
+    for key in found.server_columns:
         _add(server, [r.server[key] for r in with_server], cell, spread=2 if found.seeds > 1 else 0)
     return personal, server
 
@@ -114,15 +128,12 @@ def _add(table: list[list[str]], numbers: list[Number], cell: Cell, spread: int)
         row.append("n/a" if number is None else cell(f"{number[0]:.2f}", place) + behind)
 
 
-HEAD = ("method", "trained", "sent", *PERSONAL.values())
-SERVER_HEAD = ("global model of", *GLOBAL.values())
-
-
 def markdown(found: Standings) -> str:
     marks = {"best": "**{}**", "next": "<u>{}</u>", "": "{}"}
     personal, server = _cells(found, lambda text, place: marks[place].format(text))
-    lines = [found.about() + ". Best in bold, runner-up underlined.", "", *_pipes(HEAD, personal)]
-    return "\n".join([*lines, "", *_pipes(SERVER_HEAD, server)] if server else lines) + "\n"
+    head, server_head = found.heads()
+    lines = [found.about() + ". Best in bold, runner-up underlined.", "", *_pipes(head, personal)]
+    return "\n".join([*lines, "", *_pipes(server_head, server)] if server else lines) + "\n"
 
 
 def _pipes(head: Sequence[str], rows: list[list[str]]) -> list[str]:
@@ -133,8 +144,9 @@ def _pipes(head: Sequence[str], rows: list[list[str]]) -> list[str]:
 def latex(found: Standings) -> str:
     marks = {"best": r"\textbf{{{}}}", "next": r"\underline{{{}}}", "": "{}"}
     personal, server = _cells(found, lambda text, place: marks[place].format(text))
-    parts = [f"% {found.about()}; needs booktabs", *_tabular(HEAD, personal)]
-    return "\n".join([*parts, "", *_tabular(SERVER_HEAD, server)] if server else parts) + "\n"
+    head, server_head = found.heads()
+    parts = [f"% {found.about()}; needs booktabs", *_tabular(head, personal)]
+    return "\n".join([*parts, "", *_tabular(server_head, server)] if server else parts) + "\n"
 
 
 def _tabular(head: Sequence[str], rows: list[list[str]]) -> list[str]:
@@ -183,10 +195,11 @@ def as_json(found: Standings) -> dict[str, Any]:
 def terminal(found: Standings) -> list[Table]:
     marks = {"best": "[bold]{}[/]", "next": "[underline]{}[/]", "": "{}"}
     personal, server = _cells(found, lambda text, place: marks[place].format(text))
-    first = house_table(found.about(), *HEAD)
+    head, server_head = found.heads()
+    first = house_table(found.about(), *head)
     first.caption = "best in bold, runner-up underlined; trained and sent: parameters of a client, a round"
-    second = house_table(None, *SERVER_HEAD)
+    second = house_table(None, *server_head)
     for table, rows in ((first, personal), (second, server)):
-        for row in rows:
-            table.add_row(*row)
+        for name, *rest in rows:
+            table.add_row(name, *map(Text.from_markup, rest))
     return [first, second] if server else [first]

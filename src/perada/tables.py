@@ -109,7 +109,7 @@ def catalogue(entries: Sequence[Entry], home: Path) -> Table:
 def predictions(found: Sequence[Mapping[str, Any]]) -> Table:
     table = house_table(None, "image", "prediction")
     for one in found:
-        best = list(one["probabilities"].items())[:3]
+        best = list(one["probabilities"].items())[: None if one["multilabel"] else 3]
         table.add_row(one["image"], ", ".join(f"{name} {p:.1%}" for name, p in best))
     return table
 

@@ -21,13 +21,17 @@ from .plan import (
     again,
     check_all,
     choose_methods,
+    keep_backbone,
     moved,
     once,
     planned,
     read_plan,
     refuse_taken,
     settings_for,
+    shared_backbone,
     whole,
+    whole_name,
+    working_in,
     write_plan,
 )
 from .runs import RunFolder, write_atomic
@@ -125,12 +129,28 @@ def tune(
         if value is not None:
             overrides[key] = value
     path = Path(out) if out is not None else Path("runs") / f"tune-{source_name(source or default_source(data))}"
-    if resume:
-        search = Search(path if out is not None else newest_path(path))
-        _take_up(search, source, methods, grid, overrides)
-    else:
-        search = Search(path if out is not None else free_path(path))
-        _begin(search, source or default_source(data), choose_methods(methods), overrides, dict(grid or {}))
+    if out is None:
+        path = newest_path(path) if resume else free_path(path)
+    search = Search(path)
+    if not resume:
+        refuse_taken(path, PLAN)
+    with working_in(path, fresh=not resume):
+        if resume:
+            _take_up(search, source, methods, grid, overrides)
+        else:
+            _begin(search, source or default_source(data), choose_methods(methods), overrides, dict(grid or {}))
+        _go_through(search, overrides, on_point, on_round, say)
+    return search
+
+
+def _go_through(
+    search: Search,
+    overrides: Mapping[str, Any],
+    on_point: Callable[[int, int, str], None],
+    on_round: Callable[[Progress], None],
+    say: Say,
+) -> None:
+    """Train what is not finished and write what was chosen."""
     points, speak = search.plan["points"], once(say)
     federation = check_all([_config(search, points[0], overrides)])
     speak(f"{len(points)} training{'s' if len(points) > 1 else ''}")
@@ -146,14 +166,12 @@ def tune(
     on_point(len(points), len(points), "done")
     with resumable(search.path, "perada tune"):
         search.write_tuned()
-    return search
 
 
 def _begin(
     search: Search, source: str, methods: list[str], overrides: dict[str, Any], grid: dict[str, Sequence[Any]]
 ) -> None:
     """Every point, written down before the first is trained. A setting that is given is not searched."""
-    refuse_taken(search.path, PLAN)
     for key in grid:
         if key in overrides:
             raise InputError(f"{key} is both given (--set) and searched (--grid): choose one")
@@ -175,7 +193,7 @@ def _begin(
     if not any(len(c.val) for c in federation.clients):
         raise InputError("tuning needs validation data at the clients: raise data.val")
     typed = absolute(overrides, made[0])
-    plan = {"source": source, "methods": methods, "set": typed, "grid": grid, "points": points}
+    plan = {"source": whole_name(source), "methods": methods, "set": typed, "grid": grid, "points": points}
     write_plan(search.path, PLAN, plan, configs, source)
 
 
@@ -219,7 +237,12 @@ def _train(
     if path.exists() and (not (path / "config.toml").is_file() or (path / "config.toml").read_text() != text):
         shutil.rmtree(path)  # of another point
     folder = RunFolder(path) if path.exists() else RunFolder.create(path, text, overwrite=False)
-    sim = prepare(config, folder.backbone, say, federation)
+    shared = shared_backbone(search.path, config)
+    ready = shared if shared is not None and shared.is_file() else None
+    sim = prepare(config, folder.backbone or ready, say, federation)
+    if shared is not None and ready is None and sim.backbone is not None:
+        folder.save_backbone(sim.backbone)
+        keep_backbone(folder.backbone, shared)
     found, _ = folder.load()
     if found is not None:
         sim.restore(found)

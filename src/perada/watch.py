@@ -23,7 +23,7 @@ from rich.progress import (
 from .errors import Interrupted
 from .simulate import Progress as RoundProgress
 
-err = Console(stderr=True)
+err = Console(stderr=True, markup=False)
 
 
 class Watch:

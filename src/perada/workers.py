@@ -14,20 +14,26 @@ from typing import Any
 import torch
 
 from .errors import RunError
-from .memory import keep_memory
+from .machine import cores, keep_memory
 
-Work = Callable[[str], None]
+Work = Callable[[str, Callable[[str], None]], None]
 
 
 def jobs_for(runs: int, device: torch.device) -> int:
     """A core each, two runs a process at least (a process takes seconds to start), four processes at most (memory)."""
-    return 1 if device.type != "cpu" else max(1, min(len(os.sched_getaffinity(0)), runs // 2, 4))
+    return 1 if device.type != "cpu" else max(1, min(cores(), runs // 2, 4))
 
 
 def work_through(
-    names: Sequence[str], jobs: int, worker: Callable[..., Work], *args: Any, done: Callable[[str], None]
+    names: Sequence[str],
+    jobs: int,
+    worker: Callable[..., Work],
+    *args: Any,
+    done: Callable[[str], None],
+    say: Callable[[str], None],
 ) -> None:
-    """Do all of `names`: each process makes `worker(*args)`, a function, once and calls it with one name after another.
+    """Do all of `names`: each process makes `worker(*args)`, a function, once and calls it with one name after another
+    and a function to speak with.
 
     The first failure or an interrupt ends the others as Ctrl-C would, so that they save what they have.
     """
@@ -36,30 +42,35 @@ def work_through(
     for name in [*names, *[None] * jobs]:
         tasks.put(name)
     processes = [context.Process(target=_process, args=(tasks, results, worker, args)) for _ in range(jobs)]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: this process tells the others
     for process in processes:
         process.start()
+    signal.signal(signal.SIGINT, before)
     try:
         left = len(names)
         while left:
-            name, error = _next(results, processes)
-            if error is not None:
-                raise error
-            left -= 1
-            done(name)
+            what, text = _next(results, processes)
+            if isinstance(what, BaseException):
+                raise what
+            if what == "said":
+                say(text)
+            else:
+                left -= 1
+                done(text)
     except BaseException:
         for process in processes:
             if process.is_alive() and process.pid:
-                os.kill(process.pid, signal.SIGINT)
+                os.kill(process.pid, signal.SIGTERM)
         raise
     finally:
         for process in processes:
             process.join()
 
 
-def _next(results: Any, processes: Sequence[BaseProcess]) -> tuple[str, BaseException | None]:
+def _next(results: Any, processes: Sequence[BaseProcess]) -> tuple[str | BaseException, str]:
     while True:
         try:
-            found: tuple[str, BaseException | None] = results.get(timeout=1.0)
+            found: tuple[str | BaseException, str] = results.get(timeout=1.0)
             return found
         except Empty:
             if any(p.exitcode not in (None, 0) for p in processes):
@@ -77,16 +88,16 @@ def _follow() -> None:
 
 
 def _process(tasks: Any, results: Any, worker: Callable[..., Work], args: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.Thread(target=_follow, daemon=True).start()
     keep_memory()
     torch.set_num_threads(1)
-    name = ""
     try:
         work = worker(*args)
         for name in iter(tasks.get, None):
-            work(name)
-            results.put((name, None))
+            work(name, lambda text: results.put(("said", text)))
+            results.put(("done", name))
     except KeyboardInterrupt:
-        results.put((name, KeyboardInterrupt()))
+        results.put((KeyboardInterrupt(), ""))
     except Exception as error:
-        results.put((name, error))
+        results.put((error, ""))

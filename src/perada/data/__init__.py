@@ -36,6 +36,7 @@ __all__ = [
     "data_home",
     "named_sets",
     "own",
+    "place_of",
     "public_images",
     "read_image",
 ]
@@ -60,6 +61,7 @@ class DataOptions:
     seed: int = 0  # of the split; the run's own seed does not change who holds what
     size: int = 64  # pixels that image files are scaled to; arrays (CIFAR, .npz) keep their own size
     labels: tuple[str, ...] = ()  # multi-label: only these; empty is all
+    site: str = "site"  # the column of a manifest that says who holds an image
     uncertain: Literal["ones", "zeros", "ignore"] = "ones"  # what CheXpert's -1 means; ignore drops the image
     normalise: Literal["data", "imagenet"] = "data"  # whose mean and std; imagenet's is what its backbones expect
     augment: Literal["none", "flip", "crop", "resized-crop"] = "none"  # random views of training images
@@ -95,7 +97,7 @@ def own(options: DataOptions) -> Source:
     if ending == ".npz":
         return npz(options.root)
     if ending in (".csv", ".tsv"):
-        return manifest(options.root, options.size, options.skip_bad)
+        return manifest(options.root, options.size, options.skip_bad, options.labels, options.site)
     return folder(options.root, options.size, options.skip_bad)
 
 
@@ -169,7 +171,8 @@ def _writable(images: Pixels) -> Pixels:
     """torch takes no read-only array; mapped pixels stay mapped, copied only where somebody writes."""
     if images.flags.writeable:
         return images
-    if isinstance(images, np.memmap) and images.filename is not None:
+    whole = isinstance(images, np.memmap) and not isinstance(images.base, np.ndarray) and images.flags.c_contiguous
+    if whole and isinstance(images, np.memmap) and images.filename is not None:
         return np.memmap(images.filename, images.dtype, "c", images.offset, images.shape)
     return images.copy()
 
@@ -202,11 +205,28 @@ def _public(name: str, size: int, root: str) -> Pixels:
     """The official training images (and all of STL-10's unlabelled ones), in the order of their files."""
     if name == "digits":
         return digits().images
-    beside = str(Path(root).parent if Path(root).suffix else root)
-    for home in dict.fromkeys((beside or data_home(), data_home())):
-        try:
-            return stl10_public(home, size) if name == "stl10" else _training(SOURCES[name](DataOptions(name, home)))
-        except InputError:
-            if home == data_home():
-                raise
-    raise AssertionError
+    home = place_of(name, root)
+    if home is None:
+        raise InputError(
+            f"distill.data={name}: it is neither beside the clients' data nor in {data_home()}: "
+            f"perada data get {name}, or --set distill.steps=0"
+        )
+    return stl10_public(home, size) if name == "stl10" else _training(SOURCES[name](DataOptions(name, home)))
+
+
+_FILES = {
+    "cifar10": ("cifar-10-batches-py", "cifar-10-batches-bin", "cifar10.npz"),
+    "cifar100": ("cifar-100-python", "cifar-100-binary", "cifar100.npz"),
+    "stl10": ("stl10_binary",),
+    "cifar10.1": ("CIFAR-10.1", "cifar10.1_v6_data.npy"),
+    "cifar10-c": ("CIFAR-10-C",),
+}
+
+
+def place_of(name: str, root: str) -> str | None:
+    """The folder that holds an official set: the clients' data's own, the one above it, or `data_home()`."""
+    own = [Path(root), Path(root).parent] if root else []
+    for home in (*own, Path(data_home())):
+        if any((home / file).exists() for file in _FILES[name]) or home.name in _FILES[name]:
+            return str(home)
+    return None

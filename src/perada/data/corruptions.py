@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError, unknown
 from ..lanes import rng_of
+from ..machine import cores
 from . import corruption_kinds as kinds
 from .corruption_kinds import Level
 from .corruption_textures import Pixels, Streams
@@ -127,7 +128,7 @@ def corrupted(
         raise InputError(f"workers must be at least 1, not {workers}")
     folder = None if cache is None else _folder(cache, images, seed)
     pairs = list(product(names, severities))
-    return _corrupted(images, pairs, seed, workers or _cores(), folder, progress)
+    return _corrupted(images, pairs, seed, workers or cores(), folder, progress)
 
 
 def _corrupted(
@@ -195,12 +196,6 @@ def _corrupt(images: Images, block: slice, name: str, severity: int, seed: int) 
     out = kind.apply(x, kind.levels[severity - 1], streams)
     pixels: Images = np.rint(out.clip(0, 1) * np.float32(255)).astype(np.uint8)
     return pixels
-
-
-def _cores() -> int:
-    """Those this process may use, where the system says."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 # The cache: cache/<sha256 of images, seed and format>/<name>-<severity>.npy.

@@ -137,16 +137,28 @@ def catalogue() -> tuple[Entry, ...]:
     return tuple(CATALOGUE.values())
 
 
-def get(name: str, root: str | Path, progress: Progress | None = None) -> Path:
-    """Fetch, check and unpack a data set below `root`; returns its folder. One that is there is left as it is."""
+def check(name: str, root: str | Path) -> Entry:
+    """The data set, if it is known and may be fetched by a program."""
     if name not in CATALOGUE:
         raise unknown("data set", name, CATALOGUE)
     entry = CATALOGUE[name]
+    if entry.by_hand:
+        how = entry.by_hand.format(home=entry.home, place=Path(root).expanduser() / entry.folder)
+        raise InputError(f"{name} cannot be downloaded by a program: {how}")
+    return entry
+
+
+def unchecked(name: str, root: str | Path) -> list[Path]:
+    """The files of a data set whose publisher gives no checksum."""
+    entry = CATALOGUE[name]
+    return [Path(root).expanduser() / entry.folder / r.file for r in entry.remotes if r.checksum is None]
+
+
+def get(name: str, root: str | Path, progress: Progress | None = None) -> Path:
+    """Fetch, check and unpack a data set below `root`; returns its folder. One that is there is left as it is."""
+    entry = check(name, root)
     base = Path(root).expanduser()
     place = base / entry.folder
-    if entry.by_hand:
-        how = entry.by_hand.format(home=entry.home, place=place)
-        raise InputError(f"{name} cannot be downloaded by a program: {how}")
     try:
         base.mkdir(parents=True, exist_ok=True)
         archives = [r for r in entry.remotes if ".tar" in r.file]

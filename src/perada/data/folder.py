@@ -31,7 +31,13 @@ def folder(root: str, size: int, skip_bad: bool) -> Source:
     files = image_files(base)
     depths = {len(p.relative_to(base).parts) for p in files}
     if depths not in ({2}, {3}):
-        found = "no images" if not files else "images at different depths" if len(depths) > 1 else "images too deep"
+        found = (
+            "no images"
+            if not files
+            else "images at different depths"
+            if len(depths) > 1
+            else "images at the wrong depth"
+        )
         raise InputError(f"{base}: {found}; expected site/class/image.png everywhere, or class/image.png everywhere")
     images, good = decode(files, base, size, skip_bad)
     kept = [path.relative_to(base) for path, is_good in zip(files, good, strict=True) if is_good]

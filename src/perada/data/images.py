@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..errors import InputError
+from ..machine import cores
 
 Pixels = NDArray[np.uint8]
 Mask = NDArray[np.bool_]
@@ -98,7 +99,7 @@ def resized(images: Pixels, size: int, key: Iterable[str] | None = None) -> Pixe
         key = (str(images.shape), hashlib.sha256(np.ascontiguousarray(images).data).hexdigest())
 
     def items() -> Iterator[Pixels | None]:
-        with ThreadPoolExecutor(_threads()) as pool:
+        with ThreadPoolExecutor(min(16, cores())) as pool:
             for start in range(0, len(images), _WINDOW):
                 yield from pool.map(partial(_scale, size=size), images[start : start + _WINDOW])
 
@@ -136,13 +137,9 @@ def _stamps(files: Sequence[Path], base: Path) -> Iterator[str]:
         yield f"{name.as_posix()}\0{stamp(path)}"
 
 
-def _threads() -> int:
-    return min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-
-
 def _read_all(files: Sequence[Path], size: int) -> Iterator[Pixels | None]:
     """Pixels or None, in the order of the files. Pillow lets go of the interpreter, so threads are enough."""
-    with ThreadPoolExecutor(_threads()) as pool:
+    with ThreadPoolExecutor(min(16, cores())) as pool:
         for start in range(0, len(files), _WINDOW):
             yield from pool.map(partial(_read_or_none, size=size), files[start : start + _WINDOW])
 

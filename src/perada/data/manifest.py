@@ -38,13 +38,26 @@ class _Table:
         return InputError(f"{self.file}: row {self.lines[row]}: {why}")
 
 
-def manifest(path: str, size: int = 64, skip_bad: bool = False) -> Source:
-    """Images `[n, 3, size, size]`; targets int64 `[n]`, or uint8 `[n, labels]` with several label columns."""
+def manifest(
+    path: str, size: int = 64, skip_bad: bool = False, labels: Sequence[str] = (), site_column: str = "site"
+) -> Source:
+    """Images `[n, 3, size, size]`; targets int64 `[n]`, or uint8 `[n, labels]` with several label columns.
+
+    labels: the label columns, where there are other columns beside them; site_column: whose values are the sites.
+    """
     table = _read(Path(path).expanduser())
+    if site_column != "site":
+        if site_column not in table.columns:
+            raise InputError(f"{table.file}: no column {site_column!r} (data.site): it has {', '.join(table.columns)}")
+        table.columns["site"] = table.columns.pop(site_column)
     if "path" not in table.columns:
         raise InputError(f"{table.file}: no column 'path': expected path,site,label or path,site,split,label…")
     names = [name for name in table.columns if name not in KNOWN]
     names = ["label"] if "label" in names else names
+    for name in labels:
+        if name not in table.columns:
+            raise InputError(f"{table.file}: no column {name!r} (data.labels): it has {', '.join(table.columns)}")
+    names = list(labels) or names
     if not names:
         raise InputError(f"{table.file}: no column 'label': expected path,site,label or path,site,split,label…")
     for column in ("path", "site"):
@@ -113,9 +126,7 @@ def _labels(table: _Table, names: Sequence[str]) -> tuple[NDArray[np.uint8], tup
     for name in names:
         for row, value in enumerate(table.columns[name]):
             if value not in _BINARY:
-                raise table.refuse(
-                    row, f"{name} is {value!r}, not 0 or 1 (every column beside path, site and split is a label)"
-                )
+                raise table.refuse(row, f"{name} is {value!r}, not 0 or 1: name the label columns with data.labels")
     columns = [[_BINARY[value] for value in table.columns[name]] for name in names]
     return np.array(columns, np.uint8).T.copy(), tuple(names)
 

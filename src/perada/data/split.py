@@ -107,7 +107,8 @@ def _by_site(
     """Each site keeps its declared splits; one without test or validation data of its own holds some out."""
     if source.site is None:
         raise InputError(
-            "data.partition=site needs site/class/image folders; for class/image folders simulate sites with "
+            "data.partition=site needs site/class/image folders, or a manifest with a column of sites (data.site); "
+            "simulate sites with "
             "--set data.partition=dirichlet --set data.clients=N"
         )
     free, declared_val, declared_test = pools

@@ -47,10 +47,12 @@ def named_sets(
     _no_more(name, rest[1:])
     if head == "cifar10-c":
         return (_official(federation, *cifar10_c(root, k, s)) for k in kinds for s in levels)
-    images, targets = federation.take(federation.test).cpu().numpy(), federation.labels(federation.test)
+    order = np.sort(federation.test)  # the same images in another split are corrupted alike, and cached once
+    images, back = federation.take(order).cpu().numpy(), np.searchsorted(order, federation.test)
+    targets = federation.labels(federation.test)
     home = cache_folder() if images.nbytes >= _CACHED else None
     cache = home / "corruptions" if home else None
-    return ((made, targets) for _, _, made in corrupted(images, kinds, levels, cache=cache))
+    return ((made[back], targets) for _, _, made in corrupted(images, kinds, levels, cache=cache))
 
 
 def _no_more(name: str, rest: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ mean-regularised case of Smith et al., "Federated Multi-Task Learning", NeurIPS 
     v ← v − η (∇L_m(v) + λ (v − v̄))      at each sampled client, from its own v_m
     v̄ ← mean_m v_m                       at the server, over the sampled clients
 
-The regulariser needs the mean of the clients' models, so here, and only here, a personal model leaves its client.
+The regulariser needs the mean of the clients' models, so here a personal model leaves its client, by definition.
 """
 
 from __future__ import annotations

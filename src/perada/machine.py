@@ -1,8 +1,9 @@
-"""One setting of the C library that makes training on the CPU faster."""
+"""What the machine is told and asked."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -20,3 +21,8 @@ def keep_memory() -> None:
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(_M_MMAP_THRESHOLD, 2**30)
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
