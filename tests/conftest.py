@@ -5,6 +5,8 @@ import os
 # The promises tested here (byte-identity, float64 to 1e-9) are the CPU's; a GPU in the machine must not change them.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels run on the CPU
+
 import torch
 
 # The tests' tensors are tiny: two OpenMP threads that wait for each other on a busy machine made the lane

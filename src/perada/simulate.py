@@ -17,7 +17,7 @@ from .data import Federation, build_federation, public_images
 from .distill import Server, chunks_of
 from .errors import InputError
 from .evaluate import logits_on, personal_scores, score
-from .lanes import LaneModel, State, gather, key_of, repeat, rng_of, scatter, stack
+from .lanes import LaneModel, State, fast_kernels, gather, key_of, repeat, rng_of, scatter, stack
 from .methods import Finisher, Judge, Method, check_upload
 from .models import build_backbone, lane_model, load_into
 from .models.resnet import ResNet
@@ -25,7 +25,7 @@ from .runs import Checkpoint, RunFolder, device_of
 from .trainer import Trainer, sample_loss
 
 Say = Callable[[str], None]
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -234,6 +234,7 @@ def prepare(
     `pretrain` runs the FedAvg simulation where model.weights=fedavg.
     """
     device, dtype = device_of(config.run.device), DTYPES[config.run.precision]
+    _arithmetic(config.run.precision, device)
     federation = federation or build_federation(config.data, device)
     method = config.make_method()
     check(config, federation, method)
@@ -241,11 +242,23 @@ def prepare(
     net = _backbone(config, federation, backbone, say, pretrain)
     adapter = config.model.adapter if method.parts.adapters else None
     model = lane_model(net, method.parts.trains, adapter, config.model.dropout, config.run.seed)
-    sim = Simulation(config, federation, model.to(device, dtype), method, public)
+    compute = torch.bfloat16 if config.run.precision == "bf16" else None
+    sim = Simulation(config, federation, model.to(device, dtype, compute), method, public)
     if config.model.weights not in ("embedded", "random"):
         sim.backbone = {k: t for k, t in net.state_dict().items() if not k.endswith("num_batches_tracked")}
     say(federation.about_images())  # last: a refusal is one line
+    if device.type == "cuda" and fast_kernels(device) is None:
+        say("warning: no Triton here, so no kernels for lanes: the same results, slower")
     return sim
+
+
+def _arithmetic(precision: str, device: torch.device) -> None:
+    """How a GPU multiplies is a setting of the whole process."""
+    if device.type != "cuda":
+        if precision in ("tf32", "bf16"):
+            raise InputError(f"run.precision={precision} needs a GPU: use fp32, or --device cuda")
+        return
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision in ("tf32", "bf16")
 
 
 def check(config: Config, federation: Federation, method: Method) -> None:

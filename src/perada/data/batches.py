@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -59,14 +60,42 @@ class ClientBatches:
         keys = [key_of(seed, round, federation.clients[c].name, "step") for c in lane_clients]
         self.keys = torch.tensor(keys, dtype=torch.int64, device=device)
 
-    def __call__(self, step: int, lanes: Tensor) -> Batch:
-        samples, keys = self.index[self.row[lanes], step], fold(self.keys[lanes], step)  # [k, B], [k]
-        images = self._fetched(step, lanes) if self.federation.stream else self.federation.take(samples.flatten())
+    def __call__(self, step: int | Tensor, lanes: Tensor) -> Batch:
+        at = step.expand(lanes.shape) if isinstance(step, Tensor) else step  # a tensor of no dimension would be read
+        samples, keys = self.index[self.row[lanes], at], fold(self.keys[lanes], step)  # [k, B], [k]
+        if self.federation.stream and isinstance(step, int):
+            images = self._fetched(step, lanes)
+        else:
+            images = self.federation.take(samples.flatten())
         if self.federation.augment is not None:
             images = self.federation.augment(images, keys)
         targets = self.federation.targets[samples]
         weights = torch.ones(samples.shape, dtype=self.dtype, device=samples.device)
         return Batch(self.federation.prepare(images, self.dtype), targets, weights, keys)
+
+    # What a recorded step needs (lanes/replay.py): the same tensors, written over.
+
+    @property
+    def capacity(self) -> int:
+        """Rounded up, so that a round of other clients finds the recordings of this one."""
+        return 1 << max(6, (self.index.shape[1] - 1).bit_length())
+
+    def shape(self) -> Hashable:
+        clients, _, batch = self.index.shape
+        key = (id(self.federation), len(self.row), clients, self.capacity, batch)
+        return None if self.federation.stream else key
+
+    def twin(self) -> ClientBatches:
+        other = copy.copy(self)
+        clients, _, batch = self.index.shape
+        other.index = torch.zeros(clients, self.capacity, batch, dtype=torch.int64, device=self.index.device)
+        other.row, other.keys = self.row.clone(), self.keys.clone()
+        return other
+
+    def copy_(self, other: ClientBatches) -> None:
+        self.index[:, : other.index.shape[1]].copy_(other.index)
+        self.row.copy_(other.row)
+        self.keys.copy_(other.keys)
 
     def _fetched(self, step: int, lanes: Tensor) -> Tensor:
         """This step's images, which were asked for a step ago, and a start on the next step's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -12,6 +13,12 @@ from torch import Tensor
 from .augment import Augment
 
 Indices = NDArray[np.int64]
+
+
+@lru_cache
+def _channels(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`[C, 1, 1]`, made once: while a GPU's work is recorded nothing may be copied to it."""
+    return torch.tensor(values, dtype=dtype, device=device).view(-1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -92,8 +99,7 @@ class Federation:
 
     def prepare(self, images: Tensor, dtype: torch.dtype) -> Tensor:
         """uint8 `[n, C, H, W]` -> normalised `[n, 3, H, W]`: grey images become three equal channels."""
-        mean = torch.tensor(self.mean, dtype=dtype, device=images.device).view(-1, 1, 1)
-        std = torch.tensor(self.std, dtype=dtype, device=images.device).view(-1, 1, 1)
+        mean, std = (_channels(values, dtype, images.device) for values in (self.mean, self.std))
         return ((images.to(dtype) / 255 - mean) / std).expand(-1, 3, -1, -1)
 
     def label_counts(self) -> NDArray[np.int64]:

@@ -4,6 +4,7 @@ Knows nothing of federated learning. See docs/architecture.md.
 """
 
 from .convert import adapt, default_groups
+from .fast import fast_kernels
 from .layers import (
     LaneBatchNorm,
     LaneConv2d,
@@ -41,6 +42,7 @@ __all__ = [
     "adapt",
     "default_groups",
     "divide",
+    "fast_kernels",
     "fold",
     "gather",
     "join",

@@ -7,11 +7,11 @@ run's kernels depend on its shapes alone.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 Kernel = Literal["loop", "grouped", "unfold"]
 
@@ -64,6 +64,35 @@ def lane_conv2d(
     columns = columns.view(lanes, batch, *columns.shape[1:])  # [K, B, I·h·w, H'·W']
     y = torch.einsum("koi,kbip->kbop", weight.flatten(2), columns)
     return y.reshape(x.shape[0], -1, out[0], out[1])
+
+
+def frozen_conv2d(x: Tensor, layer: nn.Conv2d) -> Tensor:
+    """The layer's convolution with its one, frozen, kernel.
+
+    On a GPU and maps of at most 2×2 a padded 3×3 kernel mostly multiplies zeros: there it is a smaller dense product,
+    with a matrix that is made once.
+    """
+    small = x.shape[2] * x.shape[3] <= 4 and layer.kernel_size == (3, 3) and layer.padding == (1, 1)
+    if not (x.is_cuda and small) or layer.weight.requires_grad:
+        return F.conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation)
+    matrix, out = _dense(layer, (x.shape[2], x.shape[3]))
+    y = x.permute(0, 2, 3, 1).reshape(x.shape[0], -1) @ matrix
+    return y.view(x.shape[0], *out, -1).permute(0, 3, 1, 2)
+
+
+@torch.no_grad()
+def _dense(layer: nn.Conv2d, size: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+    """A frozen convolution of maps of this size as a matrix `[H·W·I, H'·W'·O]`, kept with the layer."""
+    weight = layer.weight
+    key = (size, weight.data_ptr(), weight._version, weight.dtype)
+    kept: dict[Any, tuple[Tensor, tuple[int, int]]] = layer.__dict__.setdefault("dense", {})
+    if key not in kept:
+        inputs, wide = size[0] * size[1] * weight.shape[1], torch.promote_types(weight.dtype, torch.float32)
+        each = torch.eye(inputs, dtype=wide, device=weight.device).view(inputs, *size, -1).permute(0, 3, 1, 2)
+        made = F.conv2d(each, weight.to(wide), None, layer.stride, layer.padding, layer.dilation)
+        kept.clear()
+        kept[key] = (made.permute(0, 2, 3, 1).flatten(1).to(weight.dtype), (made.shape[2], made.shape[3]))
+    return kept[key]
 
 
 def lane_conv1x1(x: Tensor, weight: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .conv import lane_conv2d
+from .conv import frozen_conv2d, lane_conv2d
+from .fast import fast_kernels
 from .random import fold, keep_mask, key_of
 
 Norm = Literal["train", "batch", "running"]
@@ -83,7 +84,7 @@ class LaneConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 4:
-            y = F.conv2d(x, self.weight, None, self.stride, self.padding, self.dilation)
+            y = frozen_conv2d(x, self)
         else:
             y = lane_conv2d(x, self.weight, self.stride, self.padding, self.dilation)  # type: ignore[arg-type]
         if self.bias is not None:
@@ -124,22 +125,45 @@ class LaneBatchNorm(nn.Module):
         self.mode = "train" if mode else "running"
         return super().train(mode)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, add: Tensor | None = None, relu: bool = False) -> Tensor:
+        """ReLU(norm(x) + add), as far as that is asked for."""
+        lanes = self.running_mean.dim() == 2 and x.dim() == 4 and self.mode != "running"
+        kernels = fast_kernels(x.device) if lanes else None
+        if kernels is not None:
+            affine, running, keep = (
+                (self.weight, self.bias),
+                (self.running_mean, self.running_var),
+                self.mode == "train",
+            )
+            return kernels.lane_norm(  # type: ignore[no-any-return]
+                x, affine, running, self.momentum, self.eps, keep=keep, add=add, relu=relu
+            )
+        y = self._by_lane(x)
+        y = y if add is None else y + add
+        return F.relu(y) if relu else y
+
+    def _by_lane(self, x: Tensor) -> Tensor:
         if self.running_mean.dim() == 1:
             return self._normalise(x, self.running_mean, self.running_var, self.weight, self.bias)
         lanes, channels = self.running_mean.shape
+        if x.is_cuda and self.mode == "running":  # a transpose would cost more than the formula
+            scale = self.weight * torch.rsqrt(self.running_var + self.eps)
+            shift = self.bias - self.running_mean * scale
+            form = (lanes, 1, channels, *([1] * (x.dim() - 2)))
+            y = by_lane(x, lanes) * scale.to(x.dtype).view(form) + shift.to(x.dtype).view(form)
+            return y.flatten(0, 1)
         # F.batch_norm keeps statistics per channel: K lanes of C channels are K·C channels.
         wide = by_lane(x, lanes).transpose(0, 1).flatten(1, 2)  # [B, K·C, ...]
-        y = self._normalise(
-            wide,
-            self.running_mean.view(-1),
-            self.running_var.view(-1),
-            self.weight.expand(lanes, channels).reshape(-1),
-            self.bias.expand(lanes, channels).reshape(-1),
-        )
+        mean, var = self.running_mean.reshape(-1), self.running_var.reshape(-1)
+        weight, bias = (t.expand(lanes, channels).reshape(-1) for t in (self.weight, self.bias))
+        y = self._normalise(wide, mean, var, weight, bias)
+        if self.mode == "train" and not self.running_mean.is_contiguous():  # then those were copies
+            self.running_mean.copy_(mean.view(lanes, channels))
+            self.running_var.copy_(var.view(lanes, channels))
         return y.view(-1, lanes, channels, *y.shape[2:]).transpose(0, 1).flatten(0, 1)
 
     def _normalise(self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        weight, bias = weight.to(mean.dtype), bias.to(mean.dtype)  # statistics may be kept in more than x has
         if self.mode == "running":
             return F.batch_norm(x, mean, var, weight, bias, False, self.momentum, self.eps)
         if self.mode == "batch":
@@ -198,5 +222,14 @@ class ResidualAdapter(nn.Module):
         self.conv = LaneConv2d.of(conv)
 
     def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = self.conv(self.dropout(self.norm(x)))
-        return x + added
+        norm, matrix, drop = self.norm, self.conv.weight, self.dropout
+        kernels = fast_kernels(x.device) if matrix.dim() == 5 and norm.mode != "running" else None
+        if kernels is None:
+            added: Tensor = self.conv(drop(norm(x)))
+            return x + added
+        active = kernels.Drop(drop.key, drop.salt, drop.p) if drop.key.dim() and drop.p else None
+        affine, running = (norm.weight, norm.bias), (norm.running_mean, norm.running_var)
+        keep = norm.mode == "train"
+        return kernels.lane_adapter(  # type: ignore[no-any-return]
+            x, affine, running, matrix.flatten(2), norm.momentum, norm.eps, keep=keep, drop=active
+        )

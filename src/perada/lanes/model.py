@@ -48,6 +48,8 @@ class LaneModel:
         self.module = module.eval().requires_grad_(False)
         self.groups = dict(groups)
         self.inert = inert & trained
+        self.compute: torch.dtype | None = None
+        self._initial: State | None = None
         self._norms = [m for m in module.modules() if isinstance(m, LaneBatchNorm)]
         self._dropouts = [f"{n}.key" for n, m in module.named_modules() if isinstance(m, LaneDropout)]
         self._params = [n for n, _ in module.named_parameters() if n in trained]
@@ -64,12 +66,20 @@ class LaneModel:
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
 
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> LaneModel:
+    def to(self, device: torch.device | str, dtype: torch.dtype, compute: torch.dtype | None = None) -> LaneModel:
+        """Lanes in `dtype`; the frozen weights and all computing in `compute`, if that is another."""
         self.module.to(device=device, dtype=dtype)
+        self._initial = self.initial()  # before anything is rounded
+        self.compute = compute or dtype
+        self.module.to(self.compute)
+        if self.device.type == "cuda":
+            self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return self
 
     def initial(self, lanes: int = 1) -> State:
-        """Equal lanes with the values the module holds now."""
+        """Equal lanes with the values the module was made with."""
+        if self._initial is not None:
+            return repeat(self._initial, lanes)
         params, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
         one = State(
             {n: params[n].detach().unsqueeze(0) for n in self._params},
@@ -94,17 +104,24 @@ class LaneModel:
         """
         for layer in self._norms:
             layer.mode = norm
-        tensors = {**state.params, **state.buffers}
+        params = state.params
+        if self.compute is not None:
+            params = {n: t.to(self.compute) for n, t in params.items()}
+            images = images.to(self.compute)
+        if images.is_cuda:
+            images = images.contiguous(memory_format=torch.channels_last)
+        tensors = {**params, **state.buffers}
         if dropout is not None:
             tensors.update(dict.fromkeys(self._dropouts, dropout))
         logits: Tensor = functional_call(self.module, tensors, (images,))
-        return logits.reshape(state.lanes, -1, logits.shape[-1])
+        logits = logits.reshape(state.lanes, -1, logits.shape[-1])
+        return logits.float() if logits.dtype == torch.bfloat16 else logits
 
     def plain(self, state: State) -> nn.Module:
         """A stand-alone torch module (a copy, in eval mode) with this one lane in place."""
         if state.lanes != 1:
             raise ValueError(f"a plain module takes one lane, not {state.lanes}")
-        module = copy.deepcopy(self.module)
+        module = copy.deepcopy(self.module).to(next(iter(state.tensors())).dtype)
         held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for source in (state.params, state.buffers):
             for name, tensor in source.items():

@@ -32,14 +32,15 @@ def rng_of(*parts: int | str) -> np.random.Generator:
 
 def fold(keys: Tensor, number: int | Tensor) -> Tensor:
     """New keys from keys `[K]` (int64) and a number (a step, a layer's salt): a 64-bit mix."""
-    x = keys + (number + 1) * _GOLDEN if isinstance(number, Tensor) else keys + _wrap((number + 1) * _GOLDEN)
+    x = keys + ((number + 1) * _GOLDEN if isinstance(number, Tensor) else folding(number))
     x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * _MIX64[0]
     x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * _MIX64[1]
     return x ^ ((x >> 33) & 0x7FFFFFFF)
 
 
-def _wrap(number: int) -> int:
-    return (number + 2**63) % 2**64 - 2**63
+def folding(number: int) -> int:
+    """What `fold` adds to a key, as a signed 64-bit integer."""
+    return ((number + 1) * _GOLDEN + 2**63) % 2**64 - 2**63
 
 
 @lru_cache(maxsize=64)
@@ -69,7 +70,11 @@ def uniform(keys: Tensor, elements: int) -> Tensor:
     return (bits(keys, elements).bitwise_right_shift(8).bitwise_and(0xFFFFFF)).to(torch.float32) * 2.0**-24
 
 
+def dropout_threshold(drop: float) -> int:
+    """A draw of `bits` below this is dropped."""
+    return min(round(drop * 2**32) - 2**31, 2**31 - 1)
+
+
 def keep_mask(keys: Tensor, elements: int, drop: float) -> Tensor:
     """Boolean `[K, elements]`, False with probability `drop`."""
-    threshold = min(round(drop * 2**32) - 2**31, 2**31 - 1)
-    return bits(keys, elements) >= threshold
+    return bits(keys, elements) >= dropout_threshold(drop)

@@ -16,10 +16,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class State:
-    """K lanes. Every tensor is `[K, ...]`; K may be 1 (the server's adapter) or the size of a cohort."""
+    """K lanes. Every tensor is `[K, ...]`; K may be 1 (the server's adapter) or the size of a cohort.
+
+    flat: parameters and buffers as one tensor `[K, ...]` each, of which all the others are views (`flattened`): one
+    operation on it is one on all of them.
+    """
 
     params: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    flat: tuple[Tensor, Tensor] | None = None
 
     @property
     def lanes(self) -> int:
@@ -44,12 +49,39 @@ class State:
             {n: t for n, t in self.buffers.items() if n in keep_b},
         )
 
+    def first(self, lanes: int) -> State:
+        """The first lanes, as views."""
+        if self.flat is None:
+            return self.map(lambda t: t[:lanes])
+        return self.with_flat(self.flat[0][:lanes], self.flat[1][:lanes])
+
+    def with_flat(self, params: Tensor, buffers: Tensor) -> State:
+        """The same names as views of these."""
+        return State(views(self.params, params), views(self.buffers, buffers), (params, buffers))
+
     def bytes_per_lane(self) -> int:
         """What one lane costs on a wire or a disk."""
         return sum(t[0].numel() * t.element_size() for t in self.tensors()) if self.lanes else 0
 
     def parameters_per_lane(self) -> int:
         return sum(t[0].numel() for t in self.params.values()) if self.lanes else 0
+
+
+def views(like: dict[str, Tensor], flat: Tensor) -> dict[str, Tensor]:
+    """`[K, total]` cut into tensors of the names and shapes of `like`."""
+    sizes = [t[0].numel() for t in like.values()]
+    parts = torch.split(flat, sizes, 1) if sizes else ()
+    return {n: p.view(flat.shape[0], *like[n].shape[1:]) for n, p in zip(like, parts, strict=True)}
+
+
+def flattened(state: State) -> State:
+    """A copy whose tensors lie side by side."""
+
+    def one(tensors: dict[str, Tensor]) -> Tensor:
+        held = [t.flatten(1) for t in tensors.values()]
+        return torch.cat(held, 1) if held else torch.zeros(state.lanes, 0)
+
+    return state.with_flat(one(state.params), one(state.buffers))
 
 
 def _zip(states: Sequence[State], fn: Callable[[list[Tensor]], Tensor]) -> State:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from .fast import fast_kernels
 from .model import Group, LaneModel
+from .replay import WIDTHS, replayed
 from .state import State, gather
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -70,10 +72,10 @@ class Gradient:
     def __call__(self, state: State, of: Group | None = None) -> tuple[dict[str, Tensor], State]:
         """Gradients of the lanes' mean losses, clipped and with weight decay, and the state with its running
         statistics brought up to date. `of` leaves out all that is not in this group, statistics too."""
-        params = {n: p.detach() for n, p in state.params.items()}
+        fresh = self._copy(state)
+        params = fresh.params
         names = [n for n in params if n not in self.model.inert and (of is None or n in of.params)]
         leaves = [params[n].requires_grad_() for n in names]
-        fresh = State(params, {n: b.clone() for n, b in state.buffers.items()})
         logits = self.model(fresh, self.batch.images, norm="train", dropout=self.batch.keys)
         losses = (self.loss(logits, self.batch.targets) * self.batch.weights).mean(1)
         grads = dict(zip(names, torch.autograd.grad(losses.sum(), leaves, materialize_grads=True), strict=True))
@@ -85,8 +87,21 @@ class Gradient:
                 grads = _clipped(grads, self.options.clip)
             if self.options.weight_decay:
                 grads = {n: g + self.options.weight_decay * params[n] for n, g in grads.items()}
-        buffers = {n: b if of is None or n in of.buffers else state.buffers[n] for n, b in fresh.buffers.items()}
-        return grads, State(state.params, buffers)
+        for name, b in fresh.buffers.items():
+            if of is not None and name not in of.buffers:
+                b.copy_(state.buffers[name])
+        kept = None if state.flat is None or fresh.flat is None else (state.flat[0], fresh.flat[1])
+        return grads, State(state.params, fresh.buffers, kept)
+
+    def _copy(self, state: State) -> State:
+        """Parameters to take gradients by, in the type that is computed in, and statistics to write to."""
+        compute = self.model.compute
+        if state.flat is None:
+            params = {n: p.detach() for n, p in state.params.items()}
+            return State(params, {n: b.clone() for n, b in state.buffers.items()})
+        held, buffers = state.flat
+        copy = state.with_flat(held.to(compute) if compute else held, buffers.clone())
+        return State({n: p.detach() for n, p in copy.params.items()}, copy.buffers, copy.flat)
 
 
 Update = Callable[[Gradient, tuple[State, ...]], tuple[State, ...]]
@@ -103,38 +118,81 @@ def loop(
     steps: Sequence[int],
     update: Update,
     options: Options = Options(),
+    key: Hashable = None,
 ) -> Result:
-    """Take lane k of all states through `steps[k]` updates. `start` is not changed.
+    """Take lane k of all states through `steps[k]` updates. `start` is not changed; a state of one lane is shared by
+    all and stays as it is.
 
     Lanes are sorted by their number of steps, so the active ones are always a prefix and the work shrinks
     as short lanes finish. A lane in the prefix that is finished or not finite is masked.
+
+    key: says that another call with the same key, shapes and options would run the same `update`. On a GPU the steps
+    of such a loop are recorded once and replayed from then on (`replay.py`).
     """
-    lanes = start[0].lanes
+    lanes = max(s.lanes for s in start)
     _one_each(lanes, steps=steps)
     order = torch.argsort(torch.tensor(steps), descending=True, stable=True)
     back = torch.argsort(order)
     counts, order = torch.tensor(steps)[order], order.to(model.device)
-    states = tuple(gather(s, order) for s in start)
+    states = tuple(gather(s, order) if s.lanes == lanes else s for s in start)
     dtype = next(iter(start[0].params.values())).dtype
-    trace = torch.full((max(steps, default=0), lanes), torch.nan, dtype=dtype, device=model.device)
-    finite = torch.ones(lanes, dtype=torch.bool, device=model.device)
-    for step in range(trace.shape[0]):
+    longest = max(steps, default=0)
+    run = Run(states, torch.ones(lanes, dtype=torch.bool, device=model.device), order, counts.to(model.device))
+    trace = torch.full((longest, lanes), torch.nan, dtype=dtype, device=model.device)
+    replay = replayed(model, run, batches, loss, update, options, key, longest)
+    for step in range(longest):
         active = int((counts > step).sum())
-        width = _width(active, lanes, options.widths)
-        gradient = Gradient(model, batches(step, order[:width]), loss, order[:width], options)
-        old = tuple(s.map(lambda t, w=width: t[:w]) for s in states)  # type: ignore[misc]
-        with torch.enable_grad():
-            new = update(gradient, old)
-        pairs = [(o, n) for a, b in zip(old, new, strict=True) for o, n in _changed(a, b)]
-        going = torch.arange(width, device=model.device) < active
-        moves = going & finite[:width] & gradient.finite & _all_finite([n for _, n in pairs], gradient.finite)
-        finite[:width] &= ~going | moves
-        for o, n in pairs:
-            o.copy_(torch.where(_like(moves, n), n, o))  # not a product with a mask: 0·NaN is NaN
-        if gradient.losses is not None:
-            trace[step, :active] = gradient.losses[:active]
-    failed = tuple(sorted(int(k) for k in order[~finite].tolist()))
-    return Result(tuple(gather(s, back) for s in states), trace[:, back.to(trace.device)], failed)
+        width = _width(active, lanes, WIDTHS if replay is not None and options.widths is None else options.widths)
+        if replay is not None:
+            replay.step(width)
+        else:
+            losses = one_step(model, run, batches(step, order[:width]), loss, update, options, width, step)
+            if losses is not None:
+                trace[step, :active] = losses[:active]
+    if replay is not None:
+        run, trace = replay.result(longest)
+    failed = tuple(sorted(int(k) for k in order[~run.finite].tolist()))
+    back_ = back.to(trace.device)
+    done = tuple(gather(s, back) if s.lanes == lanes else s for s in run.states)
+    return Result(done, trace[:, back_], failed)
+
+
+@dataclass
+class Run:
+    """A loop's tensors: lanes sorted by their number of steps."""
+
+    states: tuple[State, ...]
+    finite: Tensor  # bool [K]
+    order: Tensor  # int64 [K], which lane this is
+    counts: Tensor  # int64 [K], its steps
+
+    def prefix(self, width: int) -> tuple[State, ...]:
+        lanes = len(self.finite)
+        return tuple(s.first(width) if s.lanes == lanes else s for s in self.states)
+
+
+def one_step(
+    model: LaneModel,
+    run: Run,
+    batch: Batch,
+    loss: Loss,
+    update: Update,
+    options: Options,
+    width: int,
+    step: int | Tensor,
+) -> Tensor | None:
+    """One update of the first `width` lanes, in place; the losses `[width]`, if a gradient was asked for."""
+    gradient = Gradient(model, batch, loss, run.order[:width], options)
+    old, finite = run.prefix(width), run.finite[:width]
+    with torch.enable_grad():
+        new = update(gradient, old)
+    pairs = [(o, n) for a, b in zip(old, new, strict=True) for o, n in _changed(a, b)]
+    going = run.counts[:width] > step
+    moves = going & finite & gradient.finite & _all_finite([n for _, n in pairs], gradient.finite)
+    finite.logical_and_(~going | moves)
+    for o, n in pairs:
+        o.copy_(torch.where(_like(moves, n), n, o))  # not a product with a mask: 0·NaN is NaN
+    return gradient.losses
 
 
 def sgd(
@@ -154,29 +212,54 @@ def sgd(
     """
     first = next(iter(start.params.values()))
     _one_each(start.lanes, lr=lr, **({"pull strength": pull.strength} if pull else {}))
-    rates = torch.tensor(lr, dtype=first.dtype, device=first.device)
-    strength = torch.tensor(pull.strength if pull else (), dtype=first.dtype, device=first.device)
-    centre = pull.towards.only(start.params, ()) if pull else State()
-    shared = centre.lanes == 1 and start.lanes != 1
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=first.dtype, device=first.device).unsqueeze(1)
+
+    numbers = {"lr": column(lr)} | ({"pull": column(pull.strength)} if pull else {})
     velocity = State({n: torch.zeros_like(p) for n, p in start.params.items()} if options.momentum else {})
+    centre = pull.towards.only(start.params, ()) if pull else State()
 
     def update(gradient: Gradient, states: tuple[State, ...]) -> tuple[State, ...]:
-        state, speed, towards = states[0], states[1], centre if shared else states[2]
+        state, speed, towards, each = states
         grads, state = gradient(state, of)
         with torch.no_grad():
+            if state.flat is not None and not options.momentum:
+                return _flat_step(state, grads, towards if pull else None, each), speed, towards, each
             params, speeds = dict(state.params), dict(speed.params)
             for name, g in grads.items():
                 p = params[name]
                 if pull:
-                    g = g + _like(strength[gradient.lanes], p) * (p - towards.params[name])
+                    g = g + _like(each.params["pull"], p) * (p - towards.params[name])
                 if options.momentum:
                     g = speeds[name] = options.momentum * speeds[name] + g
-                params[name] = torch.addcmul(p, g, _like(rates[gradient.lanes], g), value=-1.0)
-        return State(params, state.buffers), State(speeds), states[2]
+                params[name] = torch.addcmul(p, g, _like(each.params["lr"], g), value=-1.0)
+        return State(params, state.buffers), State(speeds), towards, each
 
-    begin = (start, velocity, State() if shared else centre)
-    done = loop(model, begin, batches, loss, steps, update, options)
+    begin = (start, velocity, centre, State(numbers))
+    done = loop(model, begin, batches, loss, steps, update, options, key=("sgd", of, bool(pull)))
     return replace(done, states=done.states[:1])
+
+
+def _flat_step(state: State, grads: dict[str, Tensor], towards: State | None, each: State) -> State:
+    """The same for all parameters at once, where they lie side by side."""
+    assert state.flat is not None
+    p = state.flat[0]
+    still = {n: torch.zeros_like(t) for n, t in state.params.items() if n not in grads}
+    like = next(iter(grads.values())).dtype
+    g = torch.cat([(grads[n] if n in grads else still[n].to(like)).flatten(1) for n in state.params], 1)
+    centre = None if towards is None or towards.flat is None else towards.flat[0]
+    kernels = fast_kernels(p.device)
+    if kernels is not None and p.is_contiguous():
+        new = kernels.sgd_step(p, g, each.params["lr"], centre, each.params.get("pull"))
+    else:
+        g = g.to(p.dtype)
+        g = g if centre is None else g + each.params["pull"] * (p - centre)
+        new = torch.addcmul(p, g, each.params["lr"], value=-1.0)
+    moved = state.with_flat(new, state.flat[1])
+    for name in still:
+        moved.params[name].copy_(state.params[name])
+    return moved
 
 
 def _one_each(lanes: int, **given: Sequence[float]) -> None:
@@ -190,6 +273,8 @@ def _width(active: int, lanes: int, widths: tuple[int, ...] | None) -> int:
 
 
 def _changed(old: State, new: State) -> list[tuple[Tensor, Tensor]]:
+    if old.flat is not None and new.flat is not None:
+        return [(o, n) for o, n in zip(old.flat, new.flat, strict=True) if o is not n and o.numel()]
     pairs = [(t, new.params[n]) for n, t in old.params.items()]
     pairs += [(t, new.buffers[n]) for n, t in old.buffers.items()]
     return [(o, n) for o, n in pairs if o is not n]

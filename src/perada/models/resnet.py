@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..lanes import Group, default_groups, key_of
+from ..lanes import Group, LaneBatchNorm, default_groups, key_of
+
+
+def normed(norm: nn.Module, x: Tensor, add: Tensor | None = None) -> Tensor:
+    """ReLU(norm(x) + add): a lane-aware norm does it in one go."""
+    if isinstance(norm, LaneBatchNorm):
+        return norm(x, add, relu=True)  # type: ignore[no-any-return]
+    y: Tensor = norm(x)
+    return F.relu(y if add is None else y + add)
 
 
 class BasicBlock(nn.Module):
@@ -27,9 +36,8 @@ class BasicBlock(nn.Module):
             self.downsample = nn.Sequential(nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.relu(self.bn1(self.conv1(x)))
-        y = self.bn2(self.conv2(y))
-        return self.relu(y + (x if self.downsample is None else self.downsample(x)))  # type: ignore[no-any-return]
+        y = normed(self.bn1, self.conv1(x))
+        return normed(self.bn2, self.conv2(y), x if self.downsample is None else self.downsample(x))
 
 
 class ResNet(nn.Module):
@@ -52,7 +60,7 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(inputs, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.maxpool(normed(self.bn1, self.conv1(x)))
         for i in range(self.stages):
             x = self.get_submodule(f"layer{i + 1}")(x)
         return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]

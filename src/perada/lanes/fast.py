@@ -1,0 +1,25 @@
+"""Which parts of the fast path this machine has. Without them everything runs in plain torch, slower."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+
+
+@lru_cache
+def _kernels() -> ModuleType | None:
+    if os.environ.get("PERADA_PLAIN"):  # to compare with, and if a driver should ever disagree with Triton
+        return None
+    try:
+        from . import kernels
+    except ImportError:
+        return None
+    return kernels
+
+
+def fast_kernels(device: torch.device) -> ModuleType | None:
+    """The GPU kernels for this device, where there are any."""
+    return _kernels() if device.type == "cuda" else None
