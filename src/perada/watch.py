@@ -49,7 +49,7 @@ class Watch:
             self.all = self.bar.add_task("", total=total, unit="runs")
             self.bar.start()
         self.bar.update(self.all, description=name, completed=at)
-        self.bar.reset(self.rounds, description="training")
+        self.bar.reset(self.rounds, description="training", visible=False)
 
     def round(self, p: RoundProgress) -> None:
         self.bar.start()  # not before everything that can be refused has been

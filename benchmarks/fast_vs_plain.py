@@ -1,0 +1,69 @@
+"""The fast path against the plain one on a GPU: one round of several methods in float64, 20 steps' losses in float32.
+
+    python benchmarks/fast_vs_plain.py
+
+CI has no GPU; there the kernels run in Triton's interpreter and the recorded loop without recording
+(tests/lanes/test_kernels.py, tests/lanes/test_replay.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rounds import made_up
+
+import perada.data
+from perada.config import resolve
+from perada.data.batches import ClientBatches
+from perada.lanes import layers, replay, sgd, train
+from perada.simulate import Simulation, prepare
+from perada.trainer import sample_loss
+
+KERNELS = layers.fast_kernels
+METHODS = ("perada-no-kd", "ditto", "fedbn", "fedrep", "pfedme", "apfl", "feddyn", "fedalt-adapter")
+SMALL = {"data.clients": 60, "train.cohort": 3, "train.epochs": 1, "train.batch": 32, "distill.steps": 0}
+FEDERATION: dict[Any, Any] = {}
+
+
+def made(method: str, precision: str, fast: bool) -> Simulation:
+    chosen = KERNELS if fast else lambda device: None
+    layers.fast_kernels = train.fast_kernels = chosen  # type: ignore[assignment]
+    replay.DEVICES = ("cuda",) if fast else ()
+    settings = {"method.name": method, "model.weights": "random", "run.device": "cuda", "run.precision": precision}
+    config = resolve("cifar10", {**SMALL, **settings})
+    sim = prepare(config, federation=FEDERATION.get(config.data))
+    FEDERATION[config.data] = sim.federation
+    return sim
+
+
+def apart(a: Simulation, b: Simulation) -> float:
+    """The largest norm-relative difference of any tensor between the two."""
+    states = [(a.now.broadcast, b.now.broadcast), (a.now.kept, b.now.kept)]
+    pairs = [(x[n], y[n]) for s, t in states for x, y in ((s.params, t.params), (s.buffers, t.buffers)) for n in x]
+    return max(float((x - y).norm() / x.norm().clamp_min(1e-12)) for x, y in pairs)
+
+
+def losses(fast: bool) -> torch.Tensor:
+    """The traces of 20 steps in float32."""
+    sim = made("perada-no-kd", "fp32", fast)
+    clients, steps = sim.cohort(0), 20
+    batches = ClientBatches(sim.federation, clients, [steps] * len(clients), 32, 0, 0, torch.float32)
+    start = sim.model.initial(len(clients))
+    return sgd(sim.model, start, batches, sample_loss, [0.01] * len(clients), [steps] * len(clients)).trace.cpu()
+
+
+def main() -> None:
+    perada.data.SOURCES["cifar10"] = made_up
+    for method in METHODS:
+        both = [made(method, "fp64", fast) for fast in (False, True)]
+        for fast, sim in zip((False, True), both, strict=True):
+            made(method, "fp64", fast)  # sets the path that is taken
+            sim.step()
+        print(f"{method:15} one round in float64: {apart(*both):.1e}", flush=True)
+    plain, fast = losses(False), losses(True)
+    print(f"losses of 20 steps in float32: at most {float((plain - fast).abs().max()):.1e} apart", flush=True)
+
+
+if __name__ == "__main__":
+    main()
