@@ -191,7 +191,7 @@ def planned(out: Path, source: str = "digits", **given: Any) -> dict[str, dict[s
     return {m: {k: list(v) for k, v in keys.items()} for m, keys in found.items()}
 
 
-LR, SERVER = [5e-4, 1e-3, 5e-3, 1e-2], [1e-5, 1e-4, 1e-3, 1e-2]
+LR, SERVER = [5e-4, 1e-3, 5e-3, 1e-2, 0.02], [1e-5, 1e-4, 1e-3, 1e-2]  # 0.02 is the digits preset's own
 SPEC: dict[str, dict[str, list[float]]] = {
     **{m: {"train.lr": LR} for m in ("standalone", "fedavg", "fedrep")},
     **{m: {"train.lr": LR, "method.lam": [0.1, 1.0]} for m in ("ditto", "pfedme", "mtl", "perada-no-kd")},

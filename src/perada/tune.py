@@ -94,7 +94,8 @@ def _flat(config: Config) -> dict[str, Any]:
 
 
 def grid_of(method: str, config: Config, given: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """What is tried for a method: client and server learning rates, and its own settings that have a grid.
+    """What is tried for a method: client and server learning rates, and its own settings that have a grid; what the
+    preset or file has set is always among the values.
 
     `given` replaces the values of a key, or adds one that the method has.
     """
@@ -102,6 +103,8 @@ def grid_of(method: str, config: Config, given: Mapping[str, Sequence[Any]]) -> 
     if config.make_method().parts.distils and config.distill.steps:
         keys["distill.lr"] = GRIDS["distill.lr"]
     keys |= {f"method.{k}": values for k, values in grids(method).items()}
+    own = _flat(config)
+    keys = {k: values if own[k] in values else (*values, own[k]) for k, values in keys.items()}
     for key, values in given.items():
         of_another = key.startswith("method.") and key.removeprefix("method.") not in config.method
         if not of_another and (key != "distill.lr" or key in keys):
