@@ -326,7 +326,7 @@ def test_presets_have_the_papers_numbers(name: str, wanted: list[Any]) -> None:
     assert (c.model.backbone, c.model.weights, c.data.normalise) == ("resnet18", "torchvision", "imagenet")
     assert c.method_name == "perada"
     wanted_val = {"cifar10": 0.1, "office-home": 1391 / 15588, "chexpert": 22342 / 223414}[name]
-    assert c.data.val == pytest.approx(wanted_val, abs=1e-4)
+    assert c.data.val == pytest.approx(wanted_val, abs=5e-5)
     if name != "cifar10":
         total, test = {"office-home": (15588, 1656), "chexpert": (223414, 20099)}[name]
         assert c.data.test == pytest.approx(test / total, abs=1e-4)
