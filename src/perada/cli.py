@@ -368,6 +368,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(args=words, standalone_mode=False)
         return code if isinstance(code, int) else 0
     except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # a group of commands without one
+            print(error.format_message() if hasattr(error, "format_message") else error, file=sys.stderr)
+            return 2
         text = error.format_message() if hasattr(error, "format_message") else str(error)
         return _complain(text.replace("\n", " "), 2)
     except InputError as error:

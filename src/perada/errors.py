@@ -24,6 +24,6 @@ class Interrupted(KeyboardInterrupt):
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
     """`unknown method 'perda': did you mean 'perada'?`, or the list of what there is."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = [n for n in names if name and n.startswith(name)] or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
     return InputError(f"unknown {kind} {name!r}: {hint}")

@@ -479,3 +479,8 @@ def test_python_raises_what_the_command_line_prints(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     with pytest.raises(perada.errors.InputError, match="not a run folder"):
         perada.load(tmp_path)
+
+
+def test_the_beginning_of_a_name_is_completed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "digits", "--method", "fedalt"]) == 2
+    assert capsys.readouterr().err == "error: unknown method 'fedalt': did you mean 'fedalt-adapter'?\n"
