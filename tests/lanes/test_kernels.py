@@ -6,13 +6,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_close_norm
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
-from perada.lanes import layers
+from perada.data import federation
+from perada.data.augment import AUGMENT
+from perada.data.federation import Client, Federation
+from perada.lanes import fold, layers
 from perada.lanes.layers import LaneBatchNorm, ResidualAdapter
 from perada.lanes.random import keep_mask
 
@@ -20,6 +24,7 @@ if sys.platform != "linux":
     pytest.skip("Triton is a Linux package", allow_module_level=True)
 
 from perada.lanes import kernels
+from perada.lanes.kernels import norm, tiles
 
 K = 3
 SHAPES = [(4, 5, 3, 3), (9, 8, 1, 1), (7, 70, 2, 2), (40, 3, 5, 4)]  # B, C, H, W: uneven ones, more than a tile
@@ -51,9 +56,11 @@ def both(make: Callable[..., Made], inputs: list[Tensor], monkeypatch: pytest.Mo
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mode", ["train", "batch"])
 @pytest.mark.parametrize("end", ["", "relu", "add relu"])
+@pytest.mark.parametrize("whole", [1024, 1])  # in one kernel, or in parts
 def test_norms(
-    shape: tuple[int, ...], mode: str, end: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], mode: str, end: str, dtype: torch.dtype, whole: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tiles, "WHOLE", whole)
     batch, channels, *size = shape
     inputs = [draw(K * batch, channels, *size, dtype=dtype) * 2 + 5, draw(K, channels, dtype=dtype, seed=1)]
     inputs += [draw(K, channels, dtype=dtype, seed=2), draw(K * batch, channels, *size, dtype=dtype, seed=3)]
@@ -83,7 +90,11 @@ def test_a_frozen_affine_is_shared_and_gets_no_gradient(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dropped", [0.0, 0.3])
 @pytest.mark.parametrize("active", [True, False])
-def test_adapters(shape: tuple[int, ...], dropped: float, active: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whole", [1024, 1])
+def test_adapters(
+    shape: tuple[int, ...], dropped: float, active: bool, whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "WHOLE", whole)
     batch, channels, *size = shape
     inputs = [draw(K * batch, channels, *size) + 1, draw(K, channels, seed=1), draw(K, channels, seed=2)]
     inputs.append(draw(K, channels, channels, 1, 1, seed=3))
@@ -102,18 +113,103 @@ def test_adapters(shape: tuple[int, ...], dropped: float, active: bool, monkeypa
 
 
 def test_the_elements_dropped_are_those_of_the_plain_path() -> None:
-    """Ones through a norm that does nothing: what is left of them is the mask."""
-    x = torch.ones(K * 4, 6, 3, 2, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    """Through a norm that gives ones: what is left of them is the mask."""
     keys, salt = torch.tensor([1, -(2**60), 77]), 1234
-    how = kernels._How(0.1, 1e-5, False, False, kernels.Drop(keys, salt, 0.4))
     zeros, ones = torch.zeros(K, 6, dtype=torch.float64), torch.ones(K, 6, dtype=torch.float64)
     noise = draw(K * 4, 6, 3, 2).contiguous(memory_format=torch.channels_last)
-    y, _, _ = kernels._forward(noise, zeros, ones, (zeros.clone(), ones.clone()), how, None)
-    from perada.lanes import fold
-
-    kept = keep_mask(fold(keys, salt), 4 * 6 * 3 * 2, 0.4).view(x.shape)
+    how = norm._How(
+        kernels.Statistics(zeros.clone(), ones.clone(), "batch", 0.1, 1e-5), drop=norm.Drop(keys, salt, 0.4)
+    )
+    y, *_ = norm._normed(noise, zeros, ones, how, None)
+    kept = keep_mask(fold(keys, salt), 4 * 6 * 3 * 2, 0.4).view(noise.shape)
     assert torch.equal(y != 0, kept)
     assert 0.5 < kept.double().mean() < 0.7
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("end", ["", "relu"])
+def test_running_statistics_without_a_gradient(parts: int, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "WHOLE", 1024 if parts == 1 else 1)
+    layer = LaneBatchNorm(5).double()
+    layer.mode = "running"
+    tensors = {"weight": draw(K, 5, seed=1), "bias": draw(K, 5, seed=2)}
+    tensors |= {"running_mean": draw(K, 5, seed=3), "running_var": draw(K, 5, seed=4).exp()}
+    x, add = draw(K * 4, 5, 3, 3), draw(K * 4, 5, 3, 3, seed=5)
+    found = []
+    for fast in (None, kernels):
+        monkeypatch.setattr(layers, "fast_kernels", lambda device, fast=fast: fast)
+        with torch.no_grad():
+            found.append(functional_call(layer, tensors, (x, add, end == "relu")))
+    assert_close_norm(found[1], found[0], 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 6, 6), (3, 70, 5, 8)])
+@pytest.mark.parametrize("mode", ["train", "batch"])
+def test_the_stem_with_its_pooling(shape: tuple[int, ...], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, channels, *size = shape
+    x = draw(K * batch, channels, *size) * 2 + 1
+
+    def make(weight: Tensor, bias: Tensor) -> Made:
+        layer = LaneBatchNorm(channels).double()
+        layer.mode = mode  # type: ignore[assignment]
+        mean, var = draw(K, channels, seed=4), draw(K, channels, seed=5).exp()
+        tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
+
+        class Stem(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm, self.pool = layer, nn.MaxPool2d(3, 2, 1)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.norm.and_pool(x, self.pool)
+
+        return functional_call(Stem(), {f"norm.{n}": t for n, t in tensors.items()}, (x,)), (mean, var)
+
+    both(make, [draw(K, channels, seed=1), draw(K, channels, seed=2)], monkeypatch, 1e-12)
+
+
+@pytest.mark.parametrize("augment", [None, "flip", "crop"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_views(augment: str | None, channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images by number, mirrored and shifted by the same draws."""
+    pool = torch.randint(0, 256, (20, channels, 10, 12), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    values = (0.4,) * channels, (0.2,) * channels
+    clients = (Client("a", *(np.arange(20),) * 3),)
+    held = Federation(
+        "made", pool, torch.zeros(20).long(), ("x",), clients, *values, augment=AUGMENT[augment or "none"]
+    )
+    samples, keys = (
+        torch.randint(0, 20, (K, 30), generator=torch.Generator().manual_seed(1)),
+        torch.tensor([3, -5, 2**61]),
+    )
+    wanted = held.views(samples, keys, torch.float64)
+    monkeypatch.setattr(federation, "fast_kernels", lambda device: kernels)
+    found = held.views(samples, keys, torch.float64)
+    assert found.shape == wanted.shape == (K * 30, 3, 10, 12)
+    assert_close_norm(found, wanted, 1e-14)
+    assert augment is None or len({tuple(v.flatten().tolist()) for v in found}) > 20
+
+
+def test_lanes_that_do_not_move_stay() -> None:
+    old, new = draw(K, 1500), draw(K, 1500, seed=1)
+    new[1] = torch.nan
+    before = old.clone()
+    kernels.keep(old, new, torch.tensor([True, False, True]))
+    assert torch.equal(old, torch.stack([new[0], before[1], new[2]]))
+
+
+def test_adam_is_torchs() -> None:
+    p = draw(1, 1500)
+    leaf, betas = p.clone().requires_grad_(), (0.9, 0.999)
+    plain = torch.optim.Adam([leaf], lr=0.1, betas=betas, eps=1e-8)
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    for t in range(1, 4):
+        g = draw(1, 1500, seed=t)
+        leaf.grad = g.clone()
+        plain.step()
+        rate, scale = torch.tensor([0.1 / (1 - 0.9**t)]).double(), torch.tensor([(1 - 0.999**t) ** -0.5]).double()
+        p, m, v = kernels.adam_step(p, g, m, v, rate, scale, betas, 1e-8)
+    assert_close_norm(p, leaf.detach(), 1e-7)  # the rate above is a float32 first
 
 
 @pytest.mark.parametrize("centre", ["none", "shared", "own"])
@@ -122,5 +218,6 @@ def test_a_step_on_everything_at_once(centre: str, size: int) -> None:
     p, g, numbers = draw(K, size), draw(K, size, seed=1), draw(K, 2, seed=2)
     towards = {"none": None, "shared": draw(1, size, seed=3), "own": draw(K, size, seed=3)}[centre]
     rates, pull = numbers[:, :1], numbers[:, 1:]  # neighbours in memory, as a loop keeps them
-    wanted = p - rates * (g if towards is None else g + pull * (p - towards))
-    assert_close_norm(kernels.sgd_step(p, g, rates, towards, pull), wanted, 1e-14)
+    where = (torch.arange(size) % 3 > 0).double()
+    wanted = p - rates * (g if towards is None else g + pull * (p - towards) * where)
+    assert_close_norm(kernels.sgd_step(p, g, rates, None if towards is None else (towards, pull, where)), wanted, 1e-14)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..lanes import fold, uniform
 
-_SALT = 0x61756731  # keeps these draws apart from dropout's, which hang on the same keys
+SALT = 0x61756731  # keeps these draws apart from dropout's, which hang on the same keys
 _AREA, _RATIO = (0.25, 1.0), (3 / 4, 4 / 3)
 
 Augment = Callable[[Tensor, Tensor], Tensor]
@@ -24,7 +24,7 @@ Augment = Callable[[Tensor, Tensor], Tensor]
 
 def _draws(images: Tensor, keys: Tensor, each: int) -> Tensor:
     """Uniform draws `[k·B, each]`."""
-    return uniform(fold(keys, _SALT), len(images) // len(keys) * each).view(len(images), each)
+    return uniform(fold(keys, SALT), len(images) // len(keys) * each).view(len(images), each)
 
 
 def _flip(images: Tensor, draw: Tensor) -> Tensor:
@@ -36,10 +36,15 @@ def flip(images: Tensor, keys: Tensor) -> Tensor:
     return _flip(images, _draws(images, keys, 1)[:, 0])
 
 
+def padding(images: Tensor) -> int:
+    """How far `crop` shifts at most."""
+    return max(1, round(min(images.shape[-2:]) / 8))
+
+
 def crop(images: Tensor, keys: Tensor) -> Tensor:
     """Flip, and shift by up to an eighth of the side (4 of 32 pixels), zeros where nothing was."""
     height, width = images.shape[-2:]
-    pad = max(1, round(min(height, width) / 8))
+    pad = padding(images)
     draw = _draws(images, keys, 3)
     down, right = (draw[:, 1:] * (2 * pad + 1)).long().unbind(1)
     padded = F.pad(_flip(images, draw[:, 0]), (pad, pad, pad, pad))
@@ -65,3 +70,6 @@ def resized_crop(images: Tensor, keys: Tensor) -> Tensor:
 
 
 AUGMENT: dict[str, Augment | None] = {"none": None, "flip": flip, "crop": crop, "resized-crop": resized_crop}
+
+DRAWS: dict[Augment | None, int] = {None: 0, flip: 1, crop: 3}
+"""How many draws a sample has, where a GPU kernel makes the same views (`lanes/kernels/images.py`)."""

@@ -63,15 +63,10 @@ class ClientBatches:
     def __call__(self, step: int | Tensor, lanes: Tensor) -> Batch:
         at = step.expand(lanes.shape) if isinstance(step, Tensor) else step  # a tensor of no dimension would be read
         samples, keys = self.index[self.row[lanes], at], fold(self.keys[lanes], step)  # [k, B], [k]
-        if self.federation.stream and isinstance(step, int):
-            images = self._fetched(step, lanes)
-        else:
-            images = self.federation.take(samples.flatten())
-        if self.federation.augment is not None:
-            images = self.federation.augment(images, keys)
-        targets = self.federation.targets[samples]
+        fetched = self._fetched(step, lanes) if self.federation.stream and isinstance(step, int) else None
+        images = self.federation.views(samples, keys, self.dtype, fetched)
         weights = torch.ones(samples.shape, dtype=self.dtype, device=samples.device)
-        return Batch(self.federation.prepare(images, self.dtype), targets, weights, keys)
+        return Batch(images, self.federation.targets[samples], weights, keys)
 
     # What a recorded step needs (lanes/replay.py): the same tensors, written over.
 

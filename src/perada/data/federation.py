@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .augment import Augment
+from ..lanes import fast_kernels
+from .augment import DRAWS, SALT, Augment, padding
 
 Indices = NDArray[np.int64]
 
@@ -101,6 +102,22 @@ class Federation:
         """uint8 `[n, C, H, W]` -> normalised `[n, 3, H, W]`: grey images become three equal channels."""
         mean, std = (_channels(values, dtype, images.device) for values in (self.mean, self.std))
         return ((images.to(dtype) / 255 - mean) / std).expand(-1, 3, -1, -1)
+
+    def views(self, samples: Tensor, keys: Tensor, dtype: torch.dtype, fetched: Tensor | None = None) -> Tensor:
+        """Training images by number, `[k, B]` -> prepared `[k·B, 3, H, W]`, augmented with the lanes' keys `[k]`.
+
+        fetched: the images themselves, where they are not on the compute device.
+        """
+        kernels = fast_kernels(self.device)
+        if kernels is not None and fetched is None and not self.stream and self.augment in DRAWS:
+            mean, std = (_channels(values, dtype, self.device).expand(3, 1, 1) for values in (self.mean, self.std))
+            draws, pad = DRAWS[self.augment], padding(self.images)
+            made: Tensor = kernels.views(self.images, samples, keys, SALT, draws, pad, mean, std, dtype)
+            return made
+        images = self.take(samples.flatten()) if fetched is None else fetched
+        if self.augment is not None:
+            images = self.augment(images, keys)
+        return self.prepare(images, dtype)
 
     def label_counts(self) -> NDArray[np.int64]:
         """Training samples of each class at each client, `[clients, classes]`."""

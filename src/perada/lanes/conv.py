@@ -7,6 +7,7 @@ run's kernels depend on its shapes alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -69,30 +70,53 @@ def lane_conv2d(
 def frozen_conv2d(x: Tensor, layer: nn.Conv2d) -> Tensor:
     """The layer's convolution with its one, frozen, kernel.
 
-    On a GPU and maps of at most 2×2 a padded 3×3 kernel mostly multiplies zeros: there it is a smaller dense product,
-    with a matrix that is made once.
+    On a GPU two shapes have a better form, with weights rearranged once. A padded 3×3 kernel on maps of at most 2×2
+    mostly multiplies zeros: it is a smaller dense product. The stem's 7×7 of three channels, stride 2, is a 4×4 of
+    twelve (blocks of 2×2 pixels), stride 1, which matrix units take to.
     """
-    small = x.shape[2] * x.shape[3] <= 4 and layer.kernel_size == (3, 3) and layer.padding == (1, 1)
-    if not (x.is_cuda and small) or layer.weight.requires_grad:
-        return F.conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation)
-    matrix, out = _dense(layer, (x.shape[2], x.shape[3]))
+    shape = layer.kernel_size, layer.padding, layer.stride, layer.dilation
+    if x.is_cuda and not layer.weight.requires_grad:
+        if shape[:2] == ((3, 3), (1, 1)) and x.shape[2] * x.shape[3] <= 4:
+            return dense_conv2d(x, layer)
+        if shape == ((7, 7), (3, 3), (2, 2), (1, 1)) and x.shape[1] == 3 and not (x.shape[2] | x.shape[3]) & 1:
+            return stem_conv2d(x, layer)
+    return F.conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation)
+
+
+def dense_conv2d(x: Tensor, layer: nn.Conv2d) -> Tensor:
+    def rearranged(weight: Tensor) -> Tensor:
+        """A matrix `[H·W·I, H'·W'·O]`."""
+        inputs = x.shape[1] * x.shape[2] * x.shape[3]
+        each = torch.eye(inputs, dtype=weight.dtype, device=weight.device).view(inputs, *x.shape[2:], -1)
+        made = F.conv2d(each.permute(0, 3, 1, 2), weight, None, layer.stride, layer.padding, layer.dilation)
+        return made.permute(0, 2, 3, 1).flatten(1)
+
+    matrix = _once(layer, ("dense", *x.shape[2:]), rearranged)
+    out = [(n - 1) // s + 1 for n, s in zip(x.shape[2:], layer.stride, strict=True)]
     y = x.permute(0, 2, 3, 1).reshape(x.shape[0], -1) @ matrix
     return y.view(x.shape[0], *out, -1).permute(0, 3, 1, 2)
 
 
+def stem_conv2d(x: Tensor, layer: nn.Conv2d) -> Tensor:
+    def rearranged(weight: Tensor) -> Tensor:
+        """`[O, 12, 4, 4]`: the kernel with a row and a column of zeros before it, in blocks of 2×2."""
+        return F.pixel_unshuffle(F.pad(weight, (1, 0, 1, 0)), 2).contiguous(memory_format=torch.channels_last)
+
+    weight = _once(layer, ("stem",), rearranged)
+    blocks = F.pad(F.pixel_unshuffle(x, 2), (2, 1, 2, 1)).contiguous(memory_format=torch.channels_last)
+    return F.conv2d(blocks, weight)
+
+
 @torch.no_grad()
-def _dense(layer: nn.Conv2d, size: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
-    """A frozen convolution of maps of this size as a matrix `[H·W·I, H'·W'·O]`, kept with the layer."""
+def _once(layer: nn.Conv2d, form: tuple[Any, ...], rearranged: Callable[[Tensor], Tensor]) -> Tensor:
+    """The layer's frozen weight in another form, kept with the layer."""
     weight = layer.weight
-    key = (size, weight.data_ptr(), weight._version, weight.dtype)
-    kept: dict[Any, tuple[Tensor, tuple[int, int]]] = layer.__dict__.setdefault("dense", {})
-    if key not in kept:
-        inputs, wide = size[0] * size[1] * weight.shape[1], torch.promote_types(weight.dtype, torch.float32)
-        each = torch.eye(inputs, dtype=wide, device=weight.device).view(inputs, *size, -1).permute(0, 3, 1, 2)
-        made = F.conv2d(each, weight.to(wide), None, layer.stride, layer.padding, layer.dilation)
-        kept.clear()
-        kept[key] = (made.permute(0, 2, 3, 1).flatten(1).to(weight.dtype), (made.shape[2], made.shape[3]))
-    return kept[key]
+    stamp = (weight.data_ptr(), weight._version, weight.dtype)
+    kept: dict[Any, tuple[Any, Tensor]] = layer.__dict__.setdefault("rearranged", {})
+    if form not in kept or kept[form][0] != stamp:
+        made = rearranged(weight.to(torch.promote_types(weight.dtype, torch.float32)))
+        kept[form] = (stamp, made.to(weight.dtype))
+    return kept[form][1]
 
 
 def lane_conv1x1(x: Tensor, weight: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ every layer is its ordinary torch counterpart, so a module with one lane loaded 
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -127,20 +128,22 @@ class LaneBatchNorm(nn.Module):
 
     def forward(self, x: Tensor, add: Tensor | None = None, relu: bool = False) -> Tensor:
         """ReLU(norm(x) + add), as far as that is asked for."""
-        lanes = self.running_mean.dim() == 2 and x.dim() == 4 and self.mode != "running"
-        kernels = fast_kernels(x.device) if lanes else None
+        kernels = self.kernels(x)
         if kernels is not None:
-            affine, running, keep = (
-                (self.weight, self.bias),
-                (self.running_mean, self.running_var),
-                self.mode == "train",
-            )
-            return kernels.lane_norm(  # type: ignore[no-any-return]
-                x, affine, running, self.momentum, self.eps, keep=keep, add=add, relu=relu
-            )
+            affine = self.weight, self.bias
+            return kernels.lane_norm(x, affine, self.statistics(kernels), add=add, relu=relu)  # type: ignore[no-any-return]
         y = self._by_lane(x)
         y = y if add is None else y + add
         return F.relu(y) if relu else y
+
+    def kernels(self, x: Tensor) -> ModuleType | None:
+        """The GPU kernels, where there are lanes to work on and, with running statistics, no gradient to take."""
+        if self.running_mean.dim() != 2 or x.dim() != 4 or (self.mode == "running" and torch.is_grad_enabled()):
+            return None
+        return fast_kernels(x.device)
+
+    def statistics(self, kernels: ModuleType) -> Any:
+        return kernels.Statistics(self.running_mean, self.running_var, self.mode, self.momentum, self.eps)
 
     def _by_lane(self, x: Tensor) -> Tensor:
         if self.running_mean.dim() == 1:
@@ -169,6 +172,14 @@ class LaneBatchNorm(nn.Module):
         if self.mode == "batch":
             return F.batch_norm(x, None, None, weight, bias, True, self.momentum, self.eps)
         return F.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)
+
+    def and_pool(self, x: Tensor, pool: nn.Module) -> Tensor:
+        """pool(ReLU(norm(x)))."""
+        usual = isinstance(pool, nn.MaxPool2d) and (pool.kernel_size, pool.stride, pool.padding) == (3, 2, 1)
+        kernels = self.kernels(x) if usual and not x.requires_grad else None
+        if kernels is None:
+            return pool(self(x, relu=True))  # type: ignore[no-any-return]
+        return kernels.norm_and_pool(x, (self.weight, self.bias), self.statistics(kernels))  # type: ignore[no-any-return]
 
 
 class LaneLayerNorm(nn.LayerNorm):
@@ -223,13 +234,10 @@ class ResidualAdapter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         norm, matrix, drop = self.norm, self.conv.weight, self.dropout
-        kernels = fast_kernels(x.device) if matrix.dim() == 5 and norm.mode != "running" else None
+        kernels = norm.kernels(x) if matrix.dim() == 5 else None
         if kernels is None:
             added: Tensor = self.conv(drop(norm(x)))
             return x + added
         active = kernels.Drop(drop.key, drop.salt, drop.p) if drop.key.dim() and drop.p else None
-        affine, running = (norm.weight, norm.bias), (norm.running_mean, norm.running_var)
-        keep = norm.mode == "train"
-        return kernels.lane_adapter(  # type: ignore[no-any-return]
-            x, affine, running, matrix.flatten(2), norm.momentum, norm.eps, keep=keep, drop=active
-        )
+        affine = norm.weight, norm.bias
+        return kernels.lane_adapter(x, affine, norm.statistics(kernels), matrix, active)  # type: ignore[no-any-return]

@@ -68,18 +68,20 @@ class State:
 
 
 def views(like: dict[str, Tensor], flat: Tensor) -> dict[str, Tensor]:
-    """`[K, total]` cut into tensors of the names and shapes of `like`."""
+    """`[K, total or more]` cut into tensors of the names and shapes of `like`."""
     sizes = [t[0].numel() for t in like.values()]
-    parts = torch.split(flat, sizes, 1) if sizes else ()
+    *parts, _ = torch.split(flat, [*sizes, flat.shape[1] - sum(sizes)], 1)
     return {n: p.view(flat.shape[0], *like[n].shape[1:]) for n, p in zip(like, parts, strict=True)}
 
 
 def flattened(state: State) -> State:
-    """A copy whose tensors lie side by side."""
+    """A copy whose tensors lie side by side, each lane at an address that matrix products like (a multiple of 64)."""
 
     def one(tensors: dict[str, Tensor]) -> Tensor:
+        if not tensors:
+            return torch.zeros(state.lanes, 0)
         held = [t.flatten(1) for t in tensors.values()]
-        return torch.cat(held, 1) if held else torch.zeros(state.lanes, 0)
+        return torch.cat([*held, held[0].new_zeros(state.lanes, -sum(t.shape[1] for t in held) % 64)], 1)
 
     return state.with_flat(one(state.params), one(state.buffers))
 

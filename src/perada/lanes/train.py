@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .fast import fast_kernels
+from .layers import Norm
 from .model import Group, LaneModel
 from .replay import WIDTHS, replayed
-from .state import State, gather
+from .state import State, gather, views
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """logits `[K, B, classes]`, targets `[K, B, ...]` -> loss of each sample `[K, B]`."""
@@ -46,6 +47,7 @@ class Options:
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip: float | None = None
+    norm: Norm = "train"
     widths: tuple[int, ...] | None = None  # lane counts a step may run with; None: exactly the active lanes
 
 
@@ -68,25 +70,35 @@ class Gradient:
         self.lanes = lanes  # int64 [k], which lanes these are
         self.losses: Tensor | None = None  # [k], of the first call
         self.finite = torch.ones(lanes.shape, dtype=torch.bool, device=lanes.device)
+        self.flat: Tensor | None = None  # the last call's gradients side by side, as the parameters lie
 
     def __call__(self, state: State, of: Group | None = None) -> tuple[dict[str, Tensor], State]:
         """Gradients of the lanes' mean losses, clipped and with weight decay, and the state with its running
         statistics brought up to date. `of` leaves out all that is not in this group, statistics too."""
-        fresh = self._copy(state)
+        fresh, slots = self._copy(state), {}
         params = fresh.params
         names = [n for n in params if n not in self.model.inert and (of is None or n in of.params)]
         leaves = [params[n].requires_grad_() for n in names]
-        logits = self.model(fresh, self.batch.images, norm="train", dropout=self.batch.keys)
+        if fresh.flat is not None:
+            self.flat = torch.zeros_like(fresh.flat[0])
+            slots = views(params, self.flat)
+            for name in names:
+                params[name].slot = slots[name]  # type: ignore[attr-defined]
+        logits = self.model(fresh, self.batch.images, norm=self.options.norm, dropout=self.batch.keys)
         losses = (self.loss(logits, self.batch.targets) * self.batch.weights).mean(1)
-        grads = dict(zip(names, torch.autograd.grad(losses.sum(), leaves, materialize_grads=True), strict=True))
+        found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
         losses = losses.detach()
-        self.finite &= losses.isfinite()
+        self.finite = self.finite & losses.isfinite()
         self.losses = losses if self.losses is None else self.losses
         with torch.no_grad():
+            grads = _collected(dict(zip(names, found, strict=True)), params, slots)
             if self.options.clip is not None:
                 grads = _clipped(grads, self.options.clip)
             if self.options.weight_decay:
                 grads = {n: g + self.options.weight_decay * params[n] for n, g in grads.items()}
+            if slots and (self.options.clip is not None or self.options.weight_decay):
+                for name, g in grads.items():
+                    slots[name].copy_(g)
         for name, b in fresh.buffers.items():
             if of is not None and name not in of.buffers:
                 b.copy_(state.buffers[name])
@@ -102,6 +114,20 @@ class Gradient:
         held, buffers = state.flat
         copy = state.with_flat(held.to(compute) if compute else held, buffers.clone())
         return State({n: p.detach() for n, p in copy.params.items()}, copy.buffers, copy.flat)
+
+
+def _collected(
+    found: dict[str, Tensor | None], params: dict[str, Tensor], slots: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The gradients, all in their slots where there are any. A kernel may have written one there itself, which shows in
+    that it took the slot; then autograd has none, or one of further uses of the parameter."""
+    if not slots:
+        return {n: torch.zeros_like(params[n]) if g is None else g for n, g in found.items()}
+    for name, g in found.items():
+        written = "slot" not in params[name].__dict__
+        if g is not None:
+            slots[name].add_(g) if written else slots[name].copy_(g)
+    return {n: slots[n] for n in found}
 
 
 Update = Callable[[Gradient, tuple[State, ...]], tuple[State, ...]]
@@ -190,8 +216,12 @@ def one_step(
     going = run.counts[:width] > step
     moves = going & finite & gradient.finite & _all_finite([n for _, n in pairs], gradient.finite)
     finite.logical_and_(~going | moves)
-    for o, n in pairs:
-        o.copy_(torch.where(_like(moves, n), n, o))  # not a product with a mask: 0·NaN is NaN
+    kernels = fast_kernels(finite.device)
+    for o, n in pairs:  # not a product with a mask: 0·NaN is NaN
+        if kernels is not None and o.dim() == 2 and o.is_contiguous() and n.is_contiguous():
+            kernels.keep(o, n, moves)
+        else:
+            o.copy_(torch.where(_like(moves, n), n, o))
     return gradient.losses
 
 
@@ -219,13 +249,17 @@ def sgd(
     numbers = {"lr": column(lr)} | ({"pull": column(pull.strength)} if pull else {})
     velocity = State({n: torch.zeros_like(p) for n, p in start.params.items()} if options.momentum else {})
     centre = pull.towards.only(start.params, ()) if pull else State()
+    cache: dict[str, Tensor] = {}
 
     def update(gradient: Gradient, states: tuple[State, ...]) -> tuple[State, ...]:
         state, speed, towards, each = states
         grads, state = gradient(state, of)
         with torch.no_grad():
-            if state.flat is not None and not options.momentum:
-                return _flat_step(state, grads, towards if pull else None, each), speed, towards, each
+            if gradient.flat is not None and not options.momentum:
+                if pull and "pulled" not in cache:  # made before a step is recorded, as it stays the same
+                    cache["pulled"] = _columns(state, grads)
+                towards_ = (towards.flat[0], each.params["pull"], cache["pulled"]) if pull and towards.flat else None
+                return _flat_step(state, gradient.flat, each.params["lr"], towards_), speed, towards, each
             params, speeds = dict(state.params), dict(speed.params)
             for name, g in grads.items():
                 p = params[name]
@@ -241,25 +275,28 @@ def sgd(
     return replace(done, states=done.states[:1])
 
 
-def _flat_step(state: State, grads: dict[str, Tensor], towards: State | None, each: State) -> State:
-    """The same for all parameters at once, where they lie side by side."""
+def _columns(state: State, names: Iterable[str]) -> Tensor:
+    """Ones `[n]` where these parameters lie in the flat tensor, zeros elsewhere."""
     assert state.flat is not None
-    p = state.flat[0]
-    still = {n: torch.zeros_like(t) for n, t in state.params.items() if n not in grads}
-    like = next(iter(grads.values())).dtype
-    g = torch.cat([(grads[n] if n in grads else still[n].to(like)).flatten(1) for n in state.params], 1)
-    centre = None if towards is None or towards.flat is None else towards.flat[0]
-    kernels = fast_kernels(p.device)
+    where = torch.zeros_like(state.flat[0][:1])
+    for name, view in views(state.params, where).items():
+        view.fill_(float(name in names))
+    return where[0]
+
+
+def _flat_step(state: State, g: Tensor, rates: Tensor, pull: tuple[Tensor, Tensor, Tensor] | None) -> State:
+    """The same for all parameters at once, where they lie side by side; what is not trained has no gradient.
+
+    pull: the centre, its strengths, and ones where it pulls."""
+    assert state.flat is not None
+    p, kernels = state.flat[0], fast_kernels(g.device)
     if kernels is not None and p.is_contiguous():
-        new = kernels.sgd_step(p, g, each.params["lr"], centre, each.params.get("pull"))
+        new = kernels.sgd_step(p, g, rates, pull)
     else:
         g = g.to(p.dtype)
-        g = g if centre is None else g + each.params["pull"] * (p - centre)
-        new = torch.addcmul(p, g, each.params["lr"], value=-1.0)
-    moved = state.with_flat(new, state.flat[1])
-    for name in still:
-        moved.params[name].copy_(state.params[name])
-    return moved
+        g = g if pull is None else g + pull[1] * (p - pull[0]) * pull[2]
+        new = torch.addcmul(p, g, rates, value=-1.0)
+    return state.with_flat(new, state.flat[1])
 
 
 def _one_each(lanes: int, **given: Sequence[float]) -> None:

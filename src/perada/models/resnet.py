@@ -60,10 +60,15 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(inputs, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.maxpool(normed(self.bn1, self.conv1(x)))
+        x = self.conv1(x)
+        stem = self.bn1.and_pool if isinstance(self.bn1, LaneBatchNorm) else self._and_pool
+        x = stem(x, self.maxpool)
         for i in range(self.stages):
             x = self.get_submodule(f"layer{i + 1}")(x)
         return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]
+
+    def _and_pool(self, x: Tensor, pool: nn.Module) -> Tensor:
+        return pool(normed(self.bn1, x))  # type: ignore[no-any-return]
 
 
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {

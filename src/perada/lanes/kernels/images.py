@@ -1,0 +1,69 @@
+"""A training batch in one kernel: images by number, mirrored, shifted, normalised, in channels_last.
+
+`data/augment.py` has the same in plain torch, and says what is drawn.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..random import folding
+from .tiles import drawn, mixed, wide
+
+
+@triton.jit
+def _unit(bits):
+    """`random.uniform` from `random.bits`."""
+    return ((bits >> 8) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def _views(
+    pool_ptr, index_ptr, key_ptr, mean_ptr, std_ptr, out_ptr, batch, height, width, pad, salt, stride,
+    DRAWS: tl.constexpr, CHANNELS: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """DRAWS: how many a sample has: 0, 1 (mirrored) or 3 (and shifted down and to the right)."""
+    n, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, column = i // width, i % width
+    if DRAWS > 0:
+        key, place = mixed(tl.load(key_ptr + n // batch) + salt), (n % batch).to(tl.int32) * DRAWS
+        if DRAWS == 3:
+            row += (_unit(drawn(key, place + 1)) * (2 * pad + 1)).to(tl.int32) - pad
+            column += (_unit(drawn(key, place + 2)) * (2 * pad + 1)).to(tl.int32) - pad
+        mirrored = width - 1 - column
+        column = tl.where(_unit(drawn(key, place)) < 0.5, mirrored, column)
+    mask = i < height * width
+    there = mask & (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    source = tl.load(index_ptr + n)
+    for c in tl.static_range(3):
+        plane = (source * CHANNELS + (c if CHANNELS == 3 else 0)) * height
+        value = tl.load(pool_ptr + (plane + row) * width + column, mask=there, other=0).to(ACC)
+        value = (value / 255 - tl.load(mean_ptr + c * stride).to(ACC)) / tl.load(std_ptr + c * stride).to(ACC)
+        tl.store(out_ptr + (n * height * width + i) * 3 + c, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def views(
+    pool: Tensor,
+    index: Tensor,
+    keys: Tensor,
+    salt: int,
+    draws: int,
+    pad: int,
+    mean: Tensor,
+    std: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """pool uint8 `[N, C, H, W]`, index int64 `[k, B]`, keys int64 `[k]`, mean and std `[3, 1, 1]` -> `[kB, 3, H, W]`."""
+    (lanes, batch), (_, channels, height, width) = index.shape, pool.shape
+    made = torch.empty(
+        lanes * batch, 3, height, width, dtype=dtype, device=pool.device, memory_format=torch.channels_last
+    )
+    block = min(1024, triton.next_power_of_2(height * width))
+    _views[(lanes * batch, triton.cdiv(height * width, block))](
+        pool, index, keys, mean, std, made, batch, height, width, pad, folding(salt), mean.stride(0),
+        DRAWS=draws, CHANNELS=channels, ACC=wide(made)[0], BLOCK=block,
+    )  # fmt: skip
+    return made

@@ -1,0 +1,328 @@
+"""Batch norm over lanes, with the dropout, the residual sum and the ReLU that stand around it, and the adapter.
+
+Where a program can hold all rows of some channels a norm is one kernel forward and one backward, otherwise two.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..random import dropout_threshold, folding
+from .tiles import Tiles, drawn, mixed, reduced, statistics, take_sums, tiles, wide
+
+
+@triton.jit
+def _kept(key_ptr, k, r, c, channels, pixels, salt, threshold):
+    """`random.keep_mask` of the element's place in its lane, counted in the order [B, C, H, W]."""
+    place = ((r // pixels)[:, None] * channels + c[None, :]) * pixels + (r % pixels)[:, None]
+    return drawn(mixed(tl.load(key_ptr + k) + salt), place).to(tl.int32, bitcast=True) >= threshold
+
+
+@triton.jit
+def _forward(
+    x_ptr, add_ptr, y_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, part_ptr,
+    old_ptr, key_ptr, rows, channels, pixels, stride, running_stride, salt, threshold,
+    SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, MOMENTUM: tl.constexpr,
+    EPS: tl.constexpr, KEEP: tl.constexpr, RUNNING: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """y = norm(x), then dropout, or plus a residual, or ReLU. The statistics are the running ones, or of the rows
+    this program has (PARTS = 1), or from the parts' sums."""
+    k, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    r, c = tile * BR + tl.arange(0, BR), tl.program_id(2) * BC + tl.arange(0, BC)
+    inside = c < channels
+    mask = (r < rows)[:, None] & inside[None, :]
+    at = (k * rows + r[:, None]) * channels + c[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(ACC)
+    weight = tl.load(weight_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
+    bias = tl.load(bias_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
+    if RUNNING:
+        mean = tl.load(running_mean_ptr + k * running_stride + c, mask=inside, other=0.0).to(ACC)
+        rstd = 1.0 / tl.sqrt(tl.load(running_var_ptr + k * running_stride + c, mask=inside, other=1.0).to(ACC) + EPS)
+    else:
+        if PARTS == 1:
+            shift = tl.load(running_mean_ptr + k * running_stride + c, mask=inside, other=0.0).to(ACC)
+            centred = tl.where(mask, x - shift[None, :], 0.0)
+            first, second = tl.sum(centred, 0), tl.sum(centred * centred, 0)
+        else:
+            shift = tl.load(old_ptr + k * channels + c, mask=inside, other=0.0)
+            first, second = reduced(part_ptr, k, c, inside, channels, PARTS)
+        mean, rstd = statistics(
+            first, second, shift, tile == 0, k, c, inside, rows, channels, running_stride, mean_ptr, rstd_ptr,
+            running_mean_ptr, running_var_ptr, MOMENTUM, EPS, KEEP, ACC, BC,
+        )  # fmt: skip
+    y = (x - mean[None, :]) * (rstd * weight)[None, :] + bias[None, :]
+    if DROP:
+        y = tl.where(_kept(key_ptr, k, r, c, channels, pixels, salt, threshold), y * SCALE, 0.0)
+    if ADD:
+        y += tl.load(add_ptr + at, mask=mask, other=0.0).to(ACC)
+    if RELU:
+        y = tl.maximum(y, 0.0)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gradient(
+    g_ptr, y_ptr, key_ptr, at, mask, k, r, c, channels, pixels, salt, threshold,
+    SCALE: tl.constexpr, RELU: tl.constexpr, DROP: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The gradient that reaches the norm, behind ReLU (where the output is positive) and dropout."""
+    g = tl.load(g_ptr + at, mask=mask, other=0.0).to(ACC)
+    if RELU:
+        g = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0) > 0, g, 0.0)
+    if DROP:
+        g = tl.where(_kept(key_ptr, k, r, c, channels, pixels, salt, threshold), g * SCALE, 0.0)
+    return g
+
+
+@triton.jit
+def _backward_sums(
+    x_ptr, g_ptr, y_ptr, mean_ptr, rstd_ptr, key_ptr, part_ptr, rows, channels, pixels, chunk, salt, threshold,
+    SCALE: tl.constexpr, RELU: tl.constexpr, DROP: tl.constexpr, ACC: tl.constexpr,
+    LOOPS: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Σg and Σ g·x̂ of a part of the rows."""
+    k, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = c < channels
+    mean = tl.load(mean_ptr + k * channels + c, mask=inside, other=0.0)
+    rstd = tl.load(rstd_ptr + k * channels + c, mask=inside, other=0.0)
+    first, second = tl.zeros([BC], ACC), tl.zeros([BC], ACC)
+    for i in range(LOOPS):
+        r = part * chunk + i * BR + tl.arange(0, BR)
+        mask = ((r < rows) & (r < part * chunk + chunk))[:, None] & inside[None, :]
+        at = (k * rows + r[:, None]) * channels + c[None, :]
+        x = (tl.load(x_ptr + at, mask=mask, other=0.0).to(ACC) - mean[None, :]) * rstd[None, :]
+        g = _gradient(
+            g_ptr, y_ptr, key_ptr, at, mask, k, r, c, channels, pixels, salt, threshold, SCALE, RELU, DROP, ACC
+        )
+        first += tl.sum(tl.where(mask, g, 0.0), 0)
+        second += tl.sum(tl.where(mask, g * x, 0.0), 0)
+    at = part_ptr + (k * PARTS + part) * 2 * channels + c
+    tl.store(at, first, mask=inside)
+    tl.store(at + channels, second, mask=inside)
+
+
+@triton.jit
+def _backward(
+    x_ptr, g_ptr, y_ptr, extra_ptr, dx_ptr, add_grad_ptr, weight_ptr, mean_ptr, rstd_ptr, part_ptr, key_ptr,
+    dweight_ptr, dbias_ptr, rows, channels, pixels, stride, dweight_stride, dbias_stride, salt, threshold,
+    SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, EXTRA: tl.constexpr,
+    ACC: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """dx = w/σ (g − mean(g) − x̂ mean(g·x̂)) (+ extra); the residual's gradient; those of the affine `[K, C]`."""
+    k = tl.program_id(0).to(tl.int64)
+    r, c = tl.program_id(1) * BR + tl.arange(0, BR), tl.program_id(2) * BC + tl.arange(0, BC)
+    inside = c < channels
+    mask = (r < rows)[:, None] & inside[None, :]
+    mean = tl.load(mean_ptr + k * channels + c, mask=inside, other=0.0)
+    rstd = tl.load(rstd_ptr + k * channels + c, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
+    at = (k * rows + r[:, None]) * channels + c[None, :]
+    # A residual's gradient is the one before dropout, and dropout never stands with a residual.
+    g = _gradient(g_ptr, y_ptr, key_ptr, at, mask, k, r, c, channels, pixels, salt, threshold, SCALE, RELU, DROP, ACC)
+    centred = (tl.load(x_ptr + at, mask=mask, other=0.0).to(ACC) - mean[None, :]) * rstd[None, :]
+    if PARTS == 1:
+        first = tl.sum(tl.where(mask, g, 0.0), 0)
+        second = tl.sum(tl.where(mask, g * centred, 0.0), 0)
+    else:
+        first, second = reduced(part_ptr, k, c, inside, channels, PARTS)
+    write = inside & (tl.program_id(1) == 0)
+    tl.store(dbias_ptr + k * dbias_stride + c, first.to(dbias_ptr.dtype.element_ty), mask=write)
+    tl.store(dweight_ptr + k * dweight_stride + c, second.to(dweight_ptr.dtype.element_ty), mask=write)
+    if ADD:
+        tl.store(add_grad_ptr + at, g.to(add_grad_ptr.dtype.element_ty), mask=mask)
+    dx = (weight * rstd)[None, :] * (g - (first / rows)[None, :] - centred * (second / rows)[None, :])
+    if EXTRA:
+        dx += tl.load(extra_ptr + at, mask=mask, other=0.0).to(ACC)
+    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+class Drop(NamedTuple):
+    """Dropout behind a norm: the lanes' keys int64 `[K]`, the layer's salt, the probability."""
+
+    keys: Tensor
+    salt: int
+    p: float
+
+
+class Statistics(NamedTuple):
+    """A norm's running statistics `[K, C]`, and what is done with them: `how` is a `layers.Norm`."""
+
+    mean: Tensor
+    var: Tensor
+    how: str
+    momentum: float
+    eps: float
+
+
+class _How(NamedTuple):
+    running: Statistics
+    relu: bool = False
+    drop: Drop | None = None
+    slots: tuple[Tensor | None, ...] = (None, None, None)  # where the gradients of weight, bias and matrix are written
+
+
+def _dropout(drop: Drop | None, other: Tensor) -> tuple[Tensor, int, int, float]:
+    if drop is None:
+        return other, 0, 0, 1.0
+    return drop.keys, folding(drop.salt), dropout_threshold(drop.p), 1.0 / (1.0 - drop.p)
+
+
+def stride_of(weight: Tensor) -> int:
+    """From a lane's affine to the next lane's; 0 where all share a frozen one."""
+    return weight.stride(0) if weight.dim() == 2 else 0
+
+
+def _normed(
+    x: Tensor, weight: Tensor, bias: Tensor, how: _How, add: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tiles]:
+    """y, mean and 1/σ. x is channels_last."""
+    running = how.running
+    cut = tiles(x, running.mean.shape[0])
+    acc, dtype = wide(x)
+    mean = torch.empty(cut.lanes, cut.channels, dtype=dtype, device=x.device)
+    rstd, y = torch.empty_like(mean), torch.empty_like(x)
+    keys, salt, threshold, scale = _dropout(how.drop, x)
+    part, old = mean, mean
+    if cut.parts > 1 and running.how != "running":
+        part, old = take_sums(x, running.mean, cut)
+    _forward[cut.grid](
+        x, x if add is None else add, y, weight, bias, mean, rstd, running.mean, running.var, part, old, keys,
+        cut.rows, cut.channels, cut.pixels, stride_of(weight), running.mean.stride(0), salt, threshold,
+        SCALE=scale, RELU=how.relu, ADD=add is not None, DROP=how.drop is not None, MOMENTUM=running.momentum,
+        EPS=running.eps, KEEP=running.how == "train", RUNNING=running.how == "running", ACC=acc,
+        PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
+    )  # fmt: skip
+    return y, mean, rstd, cut
+
+
+def _gradients(
+    g: Tensor,
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    moments: tuple[Tensor, Tensor],
+    how: _How,
+    add: bool,
+    extra: Tensor | None,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
+    """dx, the residual's gradient and the gradients of weight and bias, `[K, C]` each."""
+    mean, rstd = moments
+    cut = tiles(x, mean.shape[0])
+    acc, dtype = wide(x)
+    affine = [
+        torch.empty(cut.lanes, cut.channels, dtype=weight.dtype, device=x.device) if s is None else s
+        for s in how.slots[:2]
+    ]
+    dx, residual = torch.empty_like(x), torch.empty_like(x) if add else None
+    keys, salt, threshold, scale = _dropout(how.drop, x)
+    drops, part = how.drop is not None, mean
+    if cut.parts > 1:
+        part = torch.empty(cut.lanes, cut.parts, 2, cut.channels, dtype=dtype, device=x.device)
+        _backward_sums[(cut.lanes, cut.columns, cut.parts)](
+            x, g, y, mean, rstd, keys, part, cut.rows, cut.channels, cut.pixels, cut.chunk, salt, threshold,
+            SCALE=scale, RELU=how.relu, DROP=drops, ACC=acc,
+            LOOPS=cut.loops, PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1],
+        )  # fmt: skip
+    _backward[cut.grid](
+        x, g, y, g if extra is None else extra, dx, dx if residual is None else residual,
+        weight, mean, rstd, part, keys, *affine, cut.rows, cut.channels, cut.pixels, stride_of(weight),
+        affine[0].stride(0), affine[1].stride(0), salt, threshold,
+        SCALE=scale, RELU=how.relu, ADD=add, DROP=drops, EXTRA=extra is not None, ACC=acc,
+        PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
+    )  # fmt: skip
+    return dx, residual, (affine[0], affine[1])
+
+
+def unslotted(grads: tuple[Tensor, ...], slots: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> list[Any]:
+    """The gradients to hand to autograd: those that are wanted and were not written where they belong."""
+    return [g if w and s is None else None for g, s, w in zip(grads, slots, wanted, strict=True)]
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, how: _How
+    ) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        add = None if add is None else add.contiguous(memory_format=torch.channels_last)
+        y, mean, rstd, _ = _normed(x, weight, bias, how, add)
+        ctx.save_for_backward(x, y if how.relu else x, weight, mean, rstd)
+        ctx.how, ctx.add = how, add is not None
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, y, weight, mean, rstd = ctx.saved_tensors
+        g = g.contiguous(memory_format=torch.channels_last)
+        dx, residual, affine = _gradients(g, x, y, weight, (mean, rstd), ctx.how, ctx.add, None)
+        return dx, *unslotted(affine, ctx.how.slots[:2], ctx.needs_input_grad[1:3]), residual, None
+
+
+class _Adapter(torch.autograd.Function):
+    """`x + z Wᵀ` with `z = dropout(norm(x))`: a product that adds to x as it goes, and one gradient for x."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor, how: _How
+    ) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        z, mean, rstd, _ = _normed(x, weight, bias, how, None)
+        y = torch.baddbmm(_rows(x, matrix), _rows(z, matrix), matrix.transpose(1, 2))
+        ctx.save_for_backward(x, z, weight, mean, rstd, matrix)
+        ctx.how = how
+        return _image(y, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, z, weight, mean, rstd, matrix = ctx.saved_tensors
+        g = g.contiguous(memory_format=torch.channels_last)
+        rows, slots = _rows(g, matrix), ctx.how.slots
+        dz = _image(torch.bmm(rows, matrix), x)
+        dmatrix = torch.bmm(rows.transpose(1, 2), _rows(z, matrix), **({} if slots[2] is None else {"out": slots[2]}))
+        dx, _, affine = _gradients(dz, x, x, weight, (mean, rstd), ctx.how, False, g)
+        return dx, *unslotted((*affine, dmatrix), slots, ctx.needs_input_grad[1:4]), None
+
+
+def _rows(x: Tensor, matrix: Tensor) -> Tensor:
+    """channels_last `[K·B, C, H, W]` -> `[K, R, C]`, a view."""
+    return x.permute(0, 2, 3, 1).reshape(matrix.shape[0], -1, x.shape[1])
+
+
+def _image(rows: Tensor, like: Tensor) -> Tensor:
+    n, _, height, width = like.shape
+    return rows.view(n, height, width, -1).permute(0, 3, 1, 2)
+
+
+def lane_norm(
+    x: Tensor, affine: tuple[Tensor, Tensor], running: Statistics, *, add: Tensor | None = None, relu: bool = False
+) -> Tensor:
+    """ReLU(norm(x) + add). With the running statistics there is no backward pass."""
+    how = _How(running, relu, slots=(*map(slot_of, affine), None))
+    made: Tensor = _Norm.apply(x, *affine, add, how)  # type: ignore[no-untyped-call]
+    return made
+
+
+def lane_adapter(
+    x: Tensor, affine: tuple[Tensor, Tensor], running: Statistics, matrix: Tensor, drop: Drop | None
+) -> Tensor:
+    """`x + dropout(norm(x)) Wᵀ`, matrix `[K, C, C, 1, 1]`."""
+    slot = slot_of(matrix)
+    how = _How(running, drop=drop, slots=(*map(slot_of, affine), None if slot is None else slot.flatten(2)))
+    made: Tensor = _Adapter.apply(x, *affine, matrix.flatten(2), how)  # type: ignore[no-untyped-call]
+    return made
+
+
+def slot_of(parameter: Tensor) -> Tensor | None:
+    """Where this parameter's gradient is wanted (`train.Gradient`), for whoever asks first."""
+    found: Tensor | None = parameter.__dict__.pop("slot", None)
+    return found
