@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from .data.batches import ClientBatches, steps_of
 from .data.federation import Federation
 from .evaluate import logits_on
-from .lanes import Batches, Group, LaneModel, Options, Pull, Result, State, Update, gather, loop, sgd, stack
+from .lanes import Batches, Group, LaneModel, Options, Pull, Result, State, Update, fast_kernels, loop, sgd
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ def sample_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Per-sample loss `[..., B]`: cross-entropy for class indices, mean binary cross-entropy for label vectors."""
     if targets.is_floating_point():
         return F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").mean(-1)
+    kernels = fast_kernels(logits.device)
+    if kernels is not None:
+        return kernels.cross_entropy(logits, targets)  # type: ignore[no-any-return]
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
 
 
@@ -60,7 +63,7 @@ class Trainer:
     round: int
     seed: int
     options: Train
-    lanes_at_once: int = 0  # 0: all; otherwise a cohort is trained in groups of this many lanes
+    lanes_at_once: int = 0  # how many lanes there is room for; 0: all
     losses: list[float] = field(default_factory=list)  # mean training loss of each client's last copy
     failed: set[str] = field(default_factory=set)  # clients whose training stopped being finite
 
@@ -86,55 +89,53 @@ class Trainer:
         strength = self._per_lane(pull[1], copies) if pull else []
         options = self._options()
 
-        def work(part: tuple[State, ...], batches: Batches, steps: list[int], at: list[int]) -> Result:
-            towards = None
-            if pull:
-                centre = pull[0] if pull[0].lanes == 1 else gather(pull[0], at)
-                towards = Pull(centre, [strength[k] for k in at])
-            return sgd(self.model, part[0], batches, sample_loss, [rates[k] for k in at], steps, towards, options, of)
+        towards = Pull(pull[0], strength) if pull else None
 
-        return self._train((lanes,), epochs, work)[0]
+        def work(batches: Batches, steps: list[int]) -> Result:
+            return sgd(self.model, lanes, batches, sample_loss, rates, steps, towards, options, of, self.lanes_at_once)
+
+        return self._train(lanes, epochs, work)[0]
 
     def loop(
-        self, states: tuple[State, ...], update: Update, *, epochs: int | Sequence[int] | None = None
+        self,
+        states: tuple[State, ...],
+        update: Update,
+        *,
+        key: Hashable = None,
+        epochs: int | Sequence[int] | None = None,
     ) -> tuple[State, ...]:
         """A method's own step instead of SGD's, on the same mini-batches: see `lanes.loop`.
 
         Numbers that differ by lane belong in a state: a cohort may be trained in groups of lanes. The gradients
         are clipped and decayed as `[train]` says; momentum is the step's own affair.
+        key: all that the step depends on besides the states, so that a GPU may record it once for all rounds; None: it
+        is run as it is each time.
         """
         options = self._options()
 
-        def work(part: tuple[State, ...], batches: Batches, steps: list[int], at: list[int]) -> Result:
-            return loop(self.model, part, batches, sample_loss, steps, update, options)
+        def work(batches: Batches, steps: list[int]) -> Result:
+            return loop(self.model, states, batches, sample_loss, steps, update, options, key, self.lanes_at_once)
 
-        return self._train(states, epochs, work)
+        return self._train(states[0], epochs, work)
 
     def _train(
         self,
-        states: tuple[State, ...],
+        lanes: State,
         epochs: int | Sequence[int] | None,
-        work: Callable[[tuple[State, ...], Batches, list[int], list[int]], Result],
+        work: Callable[[Batches, list[int]], Result],
     ) -> tuple[State, ...]:
-        """All lanes, or one group of lanes after another, each with its clients' batches."""
-        lanes, copies = states[0].lanes, self._copies(states[0])
+        """`work` with the batches and the numbers of steps of these lanes' clients."""
+        copies = self._copies(lanes)
         owner = list(self.clients) * copies
         epoch = self._per_lane(self.options.epochs if epochs is None else epochs, copies)
         size = [len(self.federation.clients[c].train) for c in owner]
         steps = [steps_of(n, self.options.batch, int(e)) for n, e in zip(size, epoch, strict=True)]
-        dtype = next(iter(states[0].params.values())).dtype
-        group = self.lanes_at_once or lanes
-        parts, means = [], []
-        for start in range(0, lanes, group):
-            at = list(range(start, min(start + group, lanes)))
-            mine, many = [owner[k] for k in at], [steps[k] for k in at]
-            batches = ClientBatches(self.federation, mine, many, self.options.batch, self.seed, self.round, dtype)
-            result = work(tuple(gather(s, at) for s in states), batches, many, at)
-            self.failed |= {self.federation.clients[mine[k]].name for k in result.failed}
-            parts.append(result.states)
-            means += result.trace.nanmean(0).tolist()
-        self.losses = means[-len(self.clients) :]
-        return tuple(stack(*part) for part in zip(*parts, strict=True))
+        dtype = next(iter(lanes.params.values())).dtype
+        batches = ClientBatches(self.federation, owner, steps, self.options.batch, self.seed, self.round, dtype)
+        result = work(batches, steps)
+        self.failed |= {self.federation.clients[owner[k]].name for k in result.failed}
+        self.losses = result.trace.nanmean(0).tolist()[-len(self.clients) :]
+        return result.states
 
     def _options(self) -> Options:
         return Options(self.options.momentum, self.options.weight_decay, self.options.clip or None)

@@ -220,4 +220,52 @@ def test_a_step_on_everything_at_once(centre: str, size: int) -> None:
     rates, pull = numbers[:, :1], numbers[:, 1:]  # neighbours in memory, as a loop keeps them
     where = (torch.arange(size) % 3 > 0).double()
     wanted = p - rates * (g if towards is None else g + pull * (p - towards) * where)
-    assert_close_norm(kernels.sgd_step(p, g, rates, None if towards is None else (towards, pull, where)), wanted, 1e-14)
+    found, total = kernels.sgd_step(p, g, rates, None if towards is None else (towards, pull, where))
+    assert_close_norm(found, wanted, 1e-14)
+    assert_close_norm(total, wanted.sum(1), 1e-12)
+
+
+def test_a_lane_that_is_not_finite_shows_in_its_sum() -> None:
+    p, g = draw(K, 3000), draw(K, 3000, seed=1)
+    g[1, 2999], g[2, 0] = torch.nan, torch.inf
+    _, total = kernels.sgd_step(p, g, torch.ones(K, 1).double(), None)
+    assert total.isfinite().tolist() == [True, False, False]
+
+
+def test_the_last_word_of_a_step() -> None:
+    """Six lanes: going; done; not finite before; a loss that is none; a sum that is none; going, at another step."""
+    counts, at = torch.tensor([5, 3, 5, 5, 5, 9]), torch.tensor([3, 3, 3, 3, 3, 8])
+    finite = torch.tensor([True, True, False, True, True, True])
+    losses, total = torch.arange(6.0), torch.ones(6)
+    losses[3], total[4] = torch.inf, torch.nan
+    trace = torch.full((10, 8), torch.nan)[:, :6]
+    moves = kernels.settle(counts, at, finite, losses, total, trace)
+    assert moves.tolist() == [True, False, False, False, False, True]
+    assert finite.tolist() == [True, True, False, False, False, True]
+    assert at.tolist() == [4, 3, 4, 4, 4, 9]
+    assert trace[3].nan_to_num(-1, posinf=-2).tolist() == [0.0, -1.0, 2.0, -2.0, 4.0, -1.0]
+    assert float(trace[8, 5]) == 5.0
+    assert int((~trace.isnan()).sum()) == 5
+
+
+@pytest.mark.parametrize("classes", [2, 10, 37])
+def test_cross_entropy(classes: int) -> None:
+    logits, targets = draw(K, 21, classes) * 8, torch.randint(0, classes, (K, 21))
+    found = []
+    for how in (kernels.cross_entropy, lambda a, t: torch.nn.functional.cross_entropy(a.mT, t, reduction="none")):
+        leaf = logits.clone().requires_grad_()
+        losses = how(leaf, targets)
+        found.append((losses.detach(), torch.autograd.grad((losses * draw(K, 21, seed=3)).sum(), leaf)[0]))
+    for a, b in zip(*found, strict=True):
+        assert_close_norm(a, b, 1e-12)
+
+
+def test_what_lanes_see_at_their_steps() -> None:
+    index, row = torch.randint(0, 50, (2, 7, 5)), torch.tensor([1, 0, 1, 0])
+    keys, targets = torch.tensor([4, -9, 2**62, 1]), torch.randint(0, 10, (50,))
+    lanes, steps = torch.tensor([3, 0, 2]), torch.tensor([0, 6, 3])
+    samples, found, folded = kernels.picked(index, row, keys, targets, lanes, steps)
+    assert torch.equal(samples, index[row[lanes], steps])
+    assert torch.equal(found, targets[samples])
+    assert torch.equal(folded, fold(keys[lanes], steps))
+    assert all(torch.equal(folded[i], fold(keys[k : k + 1], s)[0]) for i, (k, s) in enumerate([(3, 0), (0, 6), (2, 3)]))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
-from helpers import assert_same_tensors
+from helpers import assert_close_norm, assert_same_tensors
 from small import everything, small
 
-from perada.lanes import replay
+from perada.lanes import fast, replay
 from perada.lanes.state import State, flattened
 from perada.simulate import Simulation, prepare
 
@@ -39,6 +41,59 @@ def test_a_loop_in_standing_tensors_gives_the_same(method: str, monkeypatch: pyt
     assert len(wanted.model.__dict__.get("replays", {})) == 0
     assert_same_tensors(everything(found), everything(wanted))
     assert found.now.last == wanted.now.last
+
+
+KERNELS = {
+    "perada-no-kd": {"model__dropout": 0.3, "data__augment": "crop", "run__lanes": 3},
+    "ditto": {},
+    "fedrep": {"train__clip": 0.5, "train__weight_decay": 0.1},
+    "pfedme": {"method__inner_steps": 2},
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is a Linux package")
+@pytest.mark.parametrize("method", KERNELS)
+def test_the_whole_fast_path_in_triton_s_interpreter(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots, kernels and gradients written in place, for whole rounds: the same as the plain path, to rounding."""
+    from perada.lanes.kernels import flat
+
+    monkeypatch.setattr(flat, "_BLOCK", 1 << 17)  # the interpreter takes its time for every block
+    settings = {"run__precision": "fp64", "data__val": 0.01, "data__test": 0.01, "data__server_val": 0.94, **KERNELS[method]}
+
+    def one_round() -> Simulation:
+        sim = prepare(small(method__name=method, **settings))
+        sim.step()
+        return sim
+
+    wanted = everything(one_round())
+    monkeypatch.setattr(replay, "DEVICES", ("cpu",))
+    monkeypatch.setattr(fast, "DEVICES", ("cpu",))
+    found = one_round()
+    assert found.model.__dict__["replays"]
+    for name, tensor in everything(found).items():
+        assert_close_norm(tensor, wanted[name], 1e-9, what=name)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_lanes_that_take_turns_train_as_if_alone(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = trained("perada-no-kd")
+    monkeypatch.setattr(replay, "DEVICES", ("cpu",))
+    sim = prepare(
+        small(
+            method__name="perada-no-kd",
+            run__precision="fp64",
+            train__cohort=3,
+            run__lanes=slots,
+            **CASES["perada-no-kd"],
+        )
+    )
+    for _ in range(3):
+        sim.step()
+    assert all(len(r.run.finite) == slots for r in sim.model.__dict__["replays"].values())
+    other = everything(wanted)
+    for name, tensor in everything(sim).items():
+        assert_close_norm(tensor, other[name], 1e-9, what=name)
+    assert sim.now.last["train_loss"] == pytest.approx(wanted.now.last["train_loss"])
 
 
 def test_the_next_round_does_not_change_what_the_last_one_gave(monkeypatch: pytest.MonkeyPatch) -> None:

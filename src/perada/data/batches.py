@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..lanes import Batch, fold, key_of, rng_of
+from ..lanes import Batch, fast_kernels, fold, key_of, rng_of
 from .federation import Federation, Indices
 
 
@@ -61,12 +61,17 @@ class ClientBatches:
         self.keys = torch.tensor(keys, dtype=torch.int64, device=device)
 
     def __call__(self, step: int | Tensor, lanes: Tensor) -> Batch:
-        at = step.expand(lanes.shape) if isinstance(step, Tensor) else step  # a tensor of no dimension would be read
-        samples, keys = self.index[self.row[lanes], at], fold(self.keys[lanes], step)  # [k, B], [k]
+        """The lanes' batch at a step, or each at its own."""
+        kernels = fast_kernels(self.federation.device)
+        if kernels is not None and isinstance(step, Tensor) and not self.federation.multilabel:
+            samples, targets, keys = kernels.picked(
+                self.index, self.row, self.keys, self.federation.targets, lanes, step
+            )
+        else:
+            samples, keys = self.index[self.row[lanes], step], fold(self.keys[lanes], step)  # [k, B], [k]
+            targets = self.federation.targets[samples]
         fetched = self._fetched(step, lanes) if self.federation.stream and isinstance(step, int) else None
-        images = self.federation.views(samples, keys, self.dtype, fetched)
-        weights = torch.ones(samples.shape, dtype=self.dtype, device=samples.device)
-        return Batch(images, self.federation.targets[samples], weights, keys)
+        return Batch(self.federation.views(samples, keys, self.dtype, fetched), targets, None, keys)
 
     # What a recorded step needs (lanes/replay.py): the same tensors, written over.
 

@@ -1,31 +1,34 @@
 """Steps of a loop as CUDA graphs: recorded once, replayed without the interpreter in between.
 
 A graph works on the tensors it was recorded with, so a loop's states, batches and counters live in tensors that stay
-where they are, and a round's data are copied into them. Nothing is read back before the loop has ended.
+where they are: slots, into which lanes are copied as the schedule has it (`schedule.py`). Nothing is read back before
+the loop has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from .fast import fast_kernels
 from .model import LaneModel
+from .schedule import schedule
 from .state import State, flattened
 
 if TYPE_CHECKING:
-    from .train import Batch, Batches, Loss, Options, Run, Update
+    from .train import Batch, Batches, Loss, Options, Result, Update
 
 
 DEVICES = ("cuda",)  # where steps are recorded; tests add the CPU, where they are only run
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # lane counts that get a recording of their own
+WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # lane counts that get a recording of their own
 
 
 @runtime_checkable
 class Static(Protocol):
-    """Batches that can be asked for with a step that is a tensor, and that can be written over."""
+    """Batches that can be asked for with steps that are a tensor, and that can be written over."""
 
     def shape(self) -> Hashable:
         """What two of them must have in common to be written over each other; None: these cannot be."""
@@ -42,57 +45,109 @@ class Static(Protocol):
     def __call__(self, step: Tensor, lanes: Tensor) -> Batch: ...
 
 
-def replayed(
+def recorded(
     model: LaneModel,
-    run: Run,
+    start: tuple[State, ...],
     batches: Batches,
     loss: Loss,
     update: Update,
     options: Options,
     key: Hashable,
-    steps: int,
+    slots: int,
 ) -> Replay | None:
-    """The loop's recorded steps, loaded with `run`; None where steps cannot be recorded."""
-    if key is None or model.device.type not in DEVICES or not isinstance(batches, Static) or not steps:
+    """The slots for such a loop, those of an earlier one where that was alike; None where steps cannot be recorded."""
+    if key is None or model.device.type not in DEVICES or not isinstance(batches, Static) or batches.shape() is None:
         return None
-    if batches.shape() is None:
-        return None
-    shapes = tuple((n, tuple(t.shape)) for s in run.states for n, t in {**s.params, **s.buffers}.items())
-    whole = (key, options, shapes, batches.shape(), loss)
+    lanes = max(s.lanes for s in start)
+    shapes = tuple(
+        (n, s.lanes == lanes, tuple(t.shape[1:])) for s in start for n, t in {**s.params, **s.buffers}.items()
+    )
+    whole = (key, options, slots, shapes, batches.shape(), loss)
     kept: dict[Hashable, Replay] = model.__dict__.setdefault("replays", {})
-    found = kept.get(whole)
-    if found is None:
-        found = kept[whole] = Replay(model, run, batches, loss, update, options)
-    found.load(run, batches)
-    return found
+    if whole not in kept:
+        kept[whole] = Replay(model, start, batches, loss, update, options, slots)
+    return kept[whole]
 
 
 class Replay:
+    """Slots, and the recorded steps that work on the first so many of them."""
+
     def __init__(
-        self, model: LaneModel, run: Run, batches: Static, loss: Loss, update: Update, options: Options
+        self,
+        model: LaneModel,
+        start: tuple[State, ...],
+        batches: Static,
+        loss: Loss,
+        update: Update,
+        options: Options,
+        slots: int,
     ) -> None:
         from .train import Run
 
         self.model, self.loss, self.update, self.options = model, loss, update, options
-        own = tuple(flattened(s) if s.lanes else s for s in run.states)
-        self.run = Run(own, run.finite.clone(), run.order.clone(), run.counts.clone())
+        lanes = max(s.lanes for s in start)
+        self.own = [s.lanes == lanes for s in start]
+        states = tuple(
+            flattened(s.map(lambda t: t[:1].expand(slots, *t.shape[1:])) if mine else s) if s.lanes else s
+            for s, mine in zip(start, self.own, strict=True)
+        )
         self.batches = batches.twin()
-        dtype = next(iter(own[0].params.values())).dtype
-        capacity = self.batches.capacity
-        self.trace = torch.full((capacity, len(run.finite)), torch.nan, dtype=dtype, device=model.device)
-        self.at = torch.zeros((), dtype=torch.int64, device=model.device)
+        dtype, none = next(iter(states[0].params.values())).dtype, torch.zeros(slots, dtype=torch.int64)
+        self.run = Run.of(states, none, none.clone(), self.batches.capacity, dtype, model.device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.pool: Any = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
-    def load(self, run: Run, batches: Static) -> None:
-        for mine, given in zip(_tensors(self.run.states), _tensors(run.states), strict=True):
-            mine.copy_(given)
-        self.run.finite.copy_(run.finite)
-        self.run.order.copy_(run.order)
-        self.run.counts.copy_(run.counts)
+    def train(self, start: tuple[State, ...], batches: Any, steps: Sequence[int]) -> Result:
+        """`loop`, with these batches, which are `Static`."""
+        from .train import Result
+
+        run, device, slots = self.run, self.model.device, len(self.run.finite)
+        lanes = len(steps)
+        given = tuple(flattened(s) if s.lanes else s for s in start)
+        for mine, state, own in zip(run.states, given, self.own, strict=True):
+            if not own and state.lanes:
+                _write(mine, slice(None), state, slice(None))
         self.batches.copy_(batches)
-        self.trace.fill_(torch.nan)
-        self.at.zero_()
+        done = tuple(s.with_flat(s.flat[0].clone(), s.flat[1].clone()) if s.flat else s for s in given)
+        counts = torch.tensor(steps, device=device)
+        finite = torch.ones(lanes, dtype=torch.bool, device=device)
+        trace = torch.full((max(steps), lanes), torch.nan, dtype=run.trace.dtype, device=device)
+        run.counts.zero_()
+        run.at.zero_()
+        for span in schedule(steps, slots, WIDTHS if self.options.widths is None else self.options.widths):
+            if span.stored:
+                here, there = _columns(span.stored, device)
+                for mine, state, own in zip(run.states, done, self.own, strict=True):
+                    if own and state.lanes:
+                        _write(state, there, mine, here)
+                finite[there] = run.finite[here]
+                trace[:, there] = run.trace[: max(steps), here]
+                run.counts[here] = 0
+                run.at[here] = 0
+            if span.loaded:
+                here, there = _columns(span.loaded, device)
+                for mine, state, own in zip(run.states, given, self.own, strict=True):
+                    if own and state.lanes:
+                        _write(mine, here, state, there)
+                run.finite[here] = True
+                run.order[here], run.counts[here], run.at[here] = there, counts[there], torch.zeros_like(there)
+                run.trace[:, here] = torch.nan
+            for high, low in span.moved:
+                self._move(high, low)
+            for _ in range(span.steps):
+                self.step(span.width)
+        failed = tuple(torch.nonzero(~finite).flatten().tolist())
+        return Result(tuple(s.map(torch.clone) for s in done), trace, failed)
+
+    def _move(self, high: int, low: int) -> None:
+        run = self.run
+        for mine, own in zip(run.states, self.own, strict=True):
+            if own and mine.lanes:
+                _write(mine, slice(low, low + 1), mine, slice(high, high + 1))
+        for tensor in (run.finite, run.order, run.counts, run.at, run.trace.T):
+            tensor[low].copy_(tensor[high])
+        run.counts[high].zero_()
+        run.at[high].zero_()
 
     def step(self, width: int) -> None:
         if self.model.device.type != "cuda":
@@ -102,38 +157,42 @@ class Replay:
             self._record(width)
         self.graphs[width].replay()
 
-    def result(self, steps: int) -> tuple[Run, Tensor]:
-        """Views: copy what is to be kept."""
-        return self.run, self.trace[:steps]
-
     def _one(self, width: int) -> None:
         from .train import one_step
 
-        batch = self.batches(self.at, self.run.order[:width])
-        losses = one_step(self.model, self.run, batch, self.loss, self.update, self.options, width, self.at)
-        if losses is not None:
-            going = self.run.counts[:width] > self.at
-            self.trace[:, :width].index_copy_(0, self.at.view(1), torch.where(going, losses, torch.nan).unsqueeze(0))
-        self.at += 1
+        batch = self.batches(self.run.at[:width], self.run.order[:width])
+        one_step(self.model, self.run, batch, self.loss, self.update, self.options, width)
 
     def _record(self, width: int) -> None:
         """Twice in earnest on a stream of its own, as libraries choose and allocate on first use; then put back."""
-        held = [t.clone() for t in _tensors(self.run.states)], self.run.finite.clone(), self.at.clone()
+        run, kernels = self.run, fast_kernels(self.model.device)
+        standing = [t for s in run.states for t in s.flat or ()] + [run.finite, run.at, run.trace]
+        held = [t.clone() for t in standing]
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
+            if kernels is not None and not self.graphs:
+                with kernels.compiling():
+                    self._one(width)
             for _ in range(2):
+                for mine, kept in zip(standing, held, strict=True):
+                    mine.copy_(kept)
                 self._one(width)
-                self.at.copy_(held[2])
         torch.cuda.current_stream().wait_stream(side)
-        for mine, kept in zip(_tensors(self.run.states), held[0], strict=True):
+        for mine, kept in zip(standing, held, strict=True):
             mine.copy_(kept)
-        self.run.finite.copy_(held[1])
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             self._one(width)
         self.graphs[width] = graph
 
 
-def _tensors(states: tuple[State, ...]) -> list[Tensor]:
-    return [t for s in states for t in s.tensors()]
+def _write(mine: State, here: Any, given: State, there: Any) -> None:
+    """Lanes `there` of one flat state over lanes `here` of another."""
+    for a, b in zip(mine.flat or (), given.flat or (), strict=True):
+        a[here] = b[there]
+
+
+def _columns(pairs: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    here, there = torch.tensor(pairs, device=device).unbind(1)
+    return here, there

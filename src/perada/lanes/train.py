@@ -6,13 +6,14 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .fast import fast_kernels
 from .layers import Norm
 from .model import Group, LaneModel
-from .replay import WIDTHS, replayed
-from .state import State, gather, views
+from .replay import recorded
+from .state import State, gather, stack, views
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """logits `[K, B, classes]`, targets `[K, B, ...]` -> loss of each sample `[K, B]`."""
@@ -24,12 +25,13 @@ class Batch:
 
     images: Tensor  # [k·B, C, H, W]
     targets: Tensor  # [k, B] class indices, or [k, B, labels] of zeros and ones
-    weights: Tensor  # [k, B], all ones unless samples are drawn at random (Poisson sampling)
+    weights: Tensor | None  # [k, B]; None: all ones, as they are unless samples are drawn at random (Poisson sampling)
     keys: Tensor  # int64 [k], the lanes' random keys of this step
 
 
 Batches = Callable[[int, Tensor], Batch]
-"""(step, lane numbers int64 `[k]`) -> their batch."""
+"""(step, lane numbers int64 `[k]`) -> their batch. Those that can be recorded (`replay.Static`) take steps int64 `[k]`,
+too."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Gradient:
         self.model, self.batch, self.loss, self.options = model, batch, loss, options
         self.lanes = lanes  # int64 [k], which lanes these are
         self.losses: Tensor | None = None  # [k], of the first call
-        self.finite = torch.ones(lanes.shape, dtype=torch.bool, device=lanes.device)
+        self.totals: list[Tensor] = []  # [k] each: a lane is finite if its numbers in all of them are
+        self.summed: set[int] = set()  # the new tensors (their id) whose totals are there already
         self.flat: Tensor | None = None  # the last call's gradients side by side, as the parameters lie
 
     def __call__(self, state: State, of: Group | None = None) -> tuple[dict[str, Tensor], State]:
@@ -85,11 +88,14 @@ class Gradient:
             for name in names:
                 params[name].slot = slots[name]  # type: ignore[attr-defined]
         logits = self.model(fresh, self.batch.images, norm=self.options.norm, dropout=self.batch.keys)
-        losses = (self.loss(logits, self.batch.targets) * self.batch.weights).mean(1)
+        each = self.loss(logits, self.batch.targets)
+        losses = (each if self.batch.weights is None else each * self.batch.weights).mean(1)
         found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
         losses = losses.detach()
-        self.finite = self.finite & losses.isfinite()
-        self.losses = losses if self.losses is None else self.losses
+        if self.losses is None:
+            self.losses = losses
+        else:
+            self.totals.append(losses)
         with torch.no_grad():
             grads = _collected(dict(zip(names, found, strict=True)), params, slots)
             if self.options.clip is not None:
@@ -145,52 +151,88 @@ def loop(
     update: Update,
     options: Options = Options(),
     key: Hashable = None,
+    slots: int = 0,
 ) -> Result:
     """Take lane k of all states through `steps[k]` updates. `start` is not changed; a state of one lane is shared by
     all and stays as it is.
 
-    Lanes are sorted by their number of steps, so the active ones are always a prefix and the work shrinks
-    as short lanes finish. A lane in the prefix that is finished or not finite is masked.
-
+    slots: how many lanes there is room for at once; 0 is all.
     key: says that another call with the same key, shapes and options would run the same `update`. On a GPU the steps
-    of such a loop are recorded once and replayed from then on (`replay.py`).
+    of such a loop are recorded once and replayed from then on (`replay.py`), and lanes take turns in the slots;
+    otherwise one group of lanes is trained after another.
     """
     lanes = max(s.lanes for s in start)
     _one_each(lanes, steps=steps)
-    order = torch.argsort(torch.tensor(steps), descending=True, stable=True)
-    back = torch.argsort(order)
-    counts, order = torch.tensor(steps)[order], order.to(model.device)
+    slots = min(slots or lanes, lanes)
+    replay = recorded(model, start, batches, loss, update, options, key, slots) if any(steps) else None
+    if replay is not None:
+        return replay.train(start, batches, steps)
+    parts = []
+    for first in range(0, lanes, slots):
+        at = range(first, min(first + slots, lanes))
+        states = tuple(gather(s, at) if s.lanes == lanes else s for s in start)
+        parts.append(_group(model, states, batches, loss, [steps[k] for k in at], update, options, at))
+    own = [s.lanes == lanes for s in start]
+    done = tuple(stack(*(p.states[i] for p in parts)) if mine else parts[-1].states[i] for i, mine in enumerate(own))
+    longest = max(steps, default=0)
+    trace = torch.cat([F.pad(p.trace, (0, 0, 0, longest - len(p.trace)), value=torch.nan) for p in parts], 1)
+    return Result(done, trace, tuple(k for p in parts for k in p.failed))
+
+
+def _group(
+    model: LaneModel,
+    start: tuple[State, ...],
+    batches: Batches,
+    loss: Loss,
+    steps: Sequence[int],
+    update: Update,
+    options: Options,
+    numbers: Sequence[int],
+) -> Result:
+    """All at once; `numbers` are what the lanes are called.
+
+    Lanes are sorted by their number of steps, so the active ones are always a prefix and the work shrinks
+    as short lanes finish. A lane in the prefix that is finished or not finite is masked.
+    """
+    counts = torch.tensor(steps)
+    order = torch.argsort(counts, descending=True, stable=True)
+    back, lanes = torch.argsort(order), len(steps)
     states = tuple(gather(s, order) if s.lanes == lanes else s for s in start)
     dtype = next(iter(start[0].params.values())).dtype
-    longest = max(steps, default=0)
-    run = Run(states, torch.ones(lanes, dtype=torch.bool, device=model.device), order, counts.to(model.device))
-    trace = torch.full((longest, lanes), torch.nan, dtype=dtype, device=model.device)
-    replay = replayed(model, run, batches, loss, update, options, key, longest)
-    for step in range(longest):
-        active = int((counts > step).sum())
-        width = _width(active, lanes, WIDTHS if replay is not None and options.widths is None else options.widths)
-        if replay is not None:
-            replay.step(width)
-        else:
-            losses = one_step(model, run, batches(step, order[:width]), loss, update, options, width, step)
-            if losses is not None:
-                trace[step, :active] = losses[:active]
-    if replay is not None:
-        run, trace = replay.result(longest)
-    failed = tuple(sorted(int(k) for k in order[~run.finite].tolist()))
-    back_ = back.to(trace.device)
+    run = Run.of(states, torch.tensor(numbers)[order], counts[order], max(steps, default=0), dtype, model.device)
+    for step in range(max(steps, default=0)):
+        width = _width(int((counts > step).sum()), lanes, options.widths)
+        one_step(model, run, batches(step, run.order[:width]), loss, update, options, width)
+    failed = tuple(sorted(int(k) for k in run.order[~run.finite].tolist()))
     done = tuple(gather(s, back) if s.lanes == lanes else s for s in run.states)
-    return Result(done, trace[:, back_], failed)
+    return Result(done, run.trace[:-1, back.to(model.device)], failed)
 
 
 @dataclass
 class Run:
-    """A loop's tensors: lanes sorted by their number of steps."""
+    """A loop's tensors, a lane in each slot."""
 
     states: tuple[State, ...]
     finite: Tensor  # bool [K]
     order: Tensor  # int64 [K], which lane this is
     counts: Tensor  # int64 [K], its steps
+    at: Tensor  # int64 [K], how many it has done
+    trace: Tensor  # [steps + 1, K], its losses; the last row is nobody's
+
+    @classmethod
+    def of(
+        cls,
+        states: tuple[State, ...],
+        order: Tensor,
+        counts: Tensor,
+        longest: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Run:
+        lanes = len(counts)
+        finite, at = torch.ones(lanes, dtype=torch.bool, device=device), torch.zeros_like(counts).to(device)
+        trace = torch.full((longest + 1, lanes), torch.nan, dtype=dtype, device=device)
+        return cls(states, finite, order.to(device), counts.to(device), at, trace)
 
     def prefix(self, width: int) -> tuple[State, ...]:
         lanes = len(self.finite)
@@ -198,31 +240,39 @@ class Run:
 
 
 def one_step(
-    model: LaneModel,
-    run: Run,
-    batch: Batch,
-    loss: Loss,
-    update: Update,
-    options: Options,
-    width: int,
-    step: int | Tensor,
-) -> Tensor | None:
-    """One update of the first `width` lanes, in place; the losses `[width]`, if a gradient was asked for."""
+    model: LaneModel, run: Run, batch: Batch, loss: Loss, update: Update, options: Options, width: int
+) -> None:
+    """One update of the first `width` lanes, in place."""
     gradient = Gradient(model, batch, loss, run.order[:width], options)
-    old, finite = run.prefix(width), run.finite[:width]
+    old = run.prefix(width)
     with torch.enable_grad():
         new = update(gradient, old)
     pairs = [(o, n) for a, b in zip(old, new, strict=True) for o, n in _changed(a, b)]
-    going = run.counts[:width] > step
-    moves = going & finite & gradient.finite & _all_finite([n for _, n in pairs], gradient.finite)
-    finite.logical_and_(~going | moves)
-    kernels = fast_kernels(finite.device)
+    gradient.totals += [n.flatten(1).sum(1) for _, n in pairs if id(n) not in gradient.summed]
+    moves = _settled(run, gradient, width)
+    kernels = fast_kernels(model.device)
     for o, n in pairs:  # not a product with a mask: 0·NaN is NaN
         if kernels is not None and o.dim() == 2 and o.is_contiguous() and n.is_contiguous():
             kernels.keep(o, n, moves)
         else:
             o.copy_(torch.where(_like(moves, n), n, o))
-    return gradient.losses
+
+
+def _settled(run: Run, gradient: Gradient, width: int) -> Tensor:
+    """Which of the first lanes move, bool `[width]`: they have steps left and are finite. Keeps their losses and counts
+    the step."""
+    counts, at, finite = run.counts[:width], run.at[:width], run.finite[:width]
+    losses = torch.zeros_like(run.trace[0, :width]) if gradient.losses is None else gradient.losses
+    total = torch.stack([t.to(losses.dtype) for t in gradient.totals]).sum(0) if gradient.totals else losses
+    kernels = fast_kernels(finite.device)
+    if kernels is not None:
+        return kernels.settle(counts, at, finite, losses, total, run.trace)  # type: ignore[no-any-return]
+    going = counts > at
+    moves = going & finite & losses.isfinite() & total.isfinite()
+    finite.logical_and_(~going | moves)
+    run.trace[at, torch.arange(width, device=at.device)] = torch.where(going, losses, torch.nan)
+    at += going
+    return moves
 
 
 def sgd(
@@ -235,6 +285,7 @@ def sgd(
     pull: Pull | None = None,
     options: Options = Options(),
     of: Group | None = None,
+    slots: int = 0,
 ) -> Result:
     """Train lane k for `steps[k]` steps of size `lr[k]`: gradient, clipping, decay, pull, momentum, in this order.
 
@@ -259,7 +310,7 @@ def sgd(
                 if pull and "pulled" not in cache:  # made before a step is recorded, as it stays the same
                     cache["pulled"] = _columns(state, grads)
                 towards_ = (towards.flat[0], each.params["pull"], cache["pulled"]) if pull and towards.flat else None
-                return _flat_step(state, gradient.flat, each.params["lr"], towards_), speed, towards, each
+                return _flat_step(state, gradient, each.params["lr"], towards_), speed, towards, each
             params, speeds = dict(state.params), dict(speed.params)
             for name, g in grads.items():
                 p = params[name]
@@ -271,7 +322,7 @@ def sgd(
         return State(params, state.buffers), State(speeds), towards, each
 
     begin = (start, velocity, centre, State(numbers))
-    done = loop(model, begin, batches, loss, steps, update, options, key=("sgd", of, bool(pull)))
+    done = loop(model, begin, batches, loss, steps, update, options, ("sgd", of, bool(pull)), slots)
     return replace(done, states=done.states[:1])
 
 
@@ -284,14 +335,17 @@ def _columns(state: State, names: Iterable[str]) -> Tensor:
     return where[0]
 
 
-def _flat_step(state: State, g: Tensor, rates: Tensor, pull: tuple[Tensor, Tensor, Tensor] | None) -> State:
+def _flat_step(state: State, gradient: Gradient, rates: Tensor, pull: tuple[Tensor, ...] | None) -> State:
     """The same for all parameters at once, where they lie side by side; what is not trained has no gradient.
 
     pull: the centre, its strengths, and ones where it pulls."""
     assert state.flat is not None
-    p, kernels = state.flat[0], fast_kernels(g.device)
+    assert gradient.flat is not None
+    p, g, kernels = state.flat[0], gradient.flat, fast_kernels(gradient.flat.device)
     if kernels is not None and p.is_contiguous():
-        new = kernels.sgd_step(p, g, rates, pull)
+        new, total = kernels.sgd_step(p, g, rates, pull)
+        gradient.totals.append(total)
+        gradient.summed.add(id(new))
     else:
         g = g.to(p.dtype)
         g = g if pull is None else g + pull[1] * (p - pull[0]) * pull[2]
@@ -322,12 +376,6 @@ def _clipped(grads: dict[str, Tensor], bound: float) -> dict[str, Tensor]:
     norm = torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(0).sqrt()
     factor = (bound / norm.clamp_min(1e-30)).clamp_max(1.0)
     return {n: g * _like(factor, g) for n, g in grads.items()}
-
-
-def _all_finite(tensors: list[Tensor], like: Tensor) -> Tensor:
-    """Boolean `[K]`: whether a lane is finite throughout. One sum a tensor is cheaper than isfinite()."""
-    sums = [t.flatten(1).sum(1) for t in tensors]
-    return torch.stack(sums).isfinite().all(0) if sums else torch.ones_like(like)
 
 
 def _like(per_lane: Tensor, other: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class APFL:
                 alpha = (alpha - rate * torch.stack(slopes).sum(0).unsqueeze(1)).clamp(0, 1)
             return State(new_w, trained.buffers), State(new_v, seen.buffers), State({"alpha": alpha})
 
-        w, v, own = trainer.loop((w, v, own), step)
+        w, v, own = trainer.loop((w, v, own), step, key=(self, rate))
         return w, join(v=v, w=w, own=own)
 
     def server_update(self, server: Server, state: State, w: State) -> tuple[State, State]:

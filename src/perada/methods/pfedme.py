@@ -58,7 +58,7 @@ class PFedMe:
             return State(outer, theta.buffers), theta
 
         start = repeat(received, kept.lanes)
-        w, theta = trainer.loop((start, start), step)
+        w, theta = trainer.loop((start, start), step, key=(self, rate))
         return w, theta
 
     def server_update(self, server: Server, w: State, uploads: State) -> tuple[State, State]:

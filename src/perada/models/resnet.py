@@ -65,7 +65,9 @@ class ResNet(nn.Module):
         x = stem(x, self.maxpool)
         for i in range(self.stages):
             x = self.get_submodule(f"layer{i + 1}")(x)
-        return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]
+        if x.shape[2:] != (1, 1):
+            x = self.avgpool(x)
+        return self.fc(x.flatten(1))  # type: ignore[no-any-return]
 
     def _and_pool(self, x: Tensor, pool: nn.Module) -> Tensor:
         return pool(normed(self.bn1, x))  # type: ignore[no-any-return]

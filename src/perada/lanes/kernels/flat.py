@@ -1,4 +1,4 @@
-"""Steps on all parameters of all lanes at once, which lie side by side (`State.flat`)."""
+"""Steps on all parameters of all lanes at once, which lie side by side (`State.flat`), and a step's last word."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 _BLOCK = 1024
 
 
 @triton.jit
 def _sgd(
-    p_ptr, g_ptr, centre_ptr, rate_ptr, pull_ptr, pulled_ptr, out_ptr, size, centre_stride, rate_stride, pull_stride,
-    PULL: tl.constexpr, BLOCK: tl.constexpr,
+    p_ptr, g_ptr, centre_ptr, rate_ptr, pull_ptr, pulled_ptr, out_ptr, total_ptr, size, centre_stride, rate_stride,
+    pull_stride, PULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """p − rate (g + pull (p − centre)), lane by lane, the pull where `pulled` is one."""
     k = tl.program_id(0).to(tl.int64)
@@ -24,20 +26,23 @@ def _sgd(
     if PULL:
         towards = p - tl.load(centre_ptr + k * centre_stride + i, mask=mask, other=0.0)
         g += tl.load(pull_ptr + k * pull_stride) * towards * tl.load(pulled_ptr + i, mask=mask, other=0.0)
-    tl.store(out_ptr + k * size + i, p - tl.load(rate_ptr + k * rate_stride) * g, mask=mask)
+    new = p - tl.load(rate_ptr + k * rate_stride) * g
+    tl.store(out_ptr + k * size + i, new, mask=mask)
+    tl.atomic_add(total_ptr + k, tl.sum(tl.where(mask, new, 0.0), 0))
 
 
-def sgd_step(p: Tensor, g: Tensor, rates: Tensor, pull: tuple[Tensor, Tensor, Tensor] | None) -> Tensor:
+def sgd_step(p: Tensor, g: Tensor, rates: Tensor, pull: tuple[Tensor, Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
     """p and g `[K, n]`, rates `[K, 1]`; pull: the centre `[K, n]` or `[1, n]`, its strengths `[K, 1]`, and ones `[n]`
-    where it pulls, zeros where not."""
-    out = torch.empty_like(p)
+    where it pulls, zeros where not. Returns the new p, and its sums `[K]`, good for telling whether a lane is finite
+    (they are taken in any order)."""
+    out, total = torch.empty_like(p), torch.zeros(p.shape[0], dtype=p.dtype, device=p.device)
     centre, strength, where = (p, rates, p) if pull is None else pull
     strides = 0 if centre.shape[0] == 1 else centre.stride(0), rates.stride(0), strength.stride(0)
-    grid = (p.shape[0], triton.cdiv(p.shape[1], _BLOCK))
-    _sgd[grid](
-        p, g, centre, rates, strength, where, out, p.shape[1], *strides, PULL=pull is not None, BLOCK=_BLOCK
+    launch(
+        _sgd, (p.shape[0], triton.cdiv(p.shape[1], _BLOCK)),
+        p, g, centre, rates, strength, where, out, total, p.shape[1], *strides, PULL=pull is not None, BLOCK=_BLOCK,
     )  # fmt: skip
-    return out
+    return out, total
 
 
 @triton.jit
@@ -48,8 +53,9 @@ def _adam(
     k = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask, at = i < size, k * size + i
-    p, m, v = (tl.load(p_ptr + at, mask=mask), tl.load(m_ptr + at, mask=mask), tl.load(v_ptr + at, mask=mask))
-    g = tl.load(g_ptr + at, mask=mask).to(p_ptr.dtype.element_ty)
+    p = tl.load(p_ptr + at, mask=mask, other=0.0)
+    m, v = tl.load(m_ptr + at, mask=mask, other=0.0), tl.load(v_ptr + at, mask=mask, other=0.0)
+    g = tl.load(g_ptr + at, mask=mask, other=0.0).to(p_ptr.dtype.element_ty)
     m += (1 - ONE) * (g - m)
     v += (1 - TWO) * (g * g - v)
     step = tl.load(rate_ptr + k) * m / (tl.sqrt(v) * tl.load(scale_ptr + k) + EPS)
@@ -63,20 +69,49 @@ def adam_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The new p, m and v, `[K, n]`: p − rate · m / (√v · scale + ε). rate and scale `[K]` hold the bias corrections."""
     out = torch.empty_like(p), torch.empty_like(p), torch.empty_like(p)
-    grid = (p.shape[0], triton.cdiv(p.shape[1], _BLOCK))
-    _adam[grid](p, g, m, v, *out, rate, scale, p.shape[1], ONE=betas[0], TWO=betas[1], EPS=eps, BLOCK=_BLOCK)
+    launch(
+        _adam, (p.shape[0], triton.cdiv(p.shape[1], _BLOCK)),
+        p, g, m, v, *out, rate, scale, p.shape[1], ONE=betas[0], TWO=betas[1], EPS=eps, BLOCK=_BLOCK,
+    )  # fmt: skip
     return out
+
+
+@triton.jit
+def _settle(
+    counts_ptr, at_ptr, finite_ptr, loss_ptr, total_ptr, trace_ptr, moves_ptr, width, stride, BLOCK: tl.constexpr
+):
+    k = tl.arange(0, BLOCK)
+    mask = k < width
+    at = tl.load(at_ptr + k, mask=mask, other=0)
+    going = tl.load(counts_ptr + k, mask=mask, other=0) > at
+    finite = tl.load(finite_ptr + k, mask=mask, other=0) != 0
+    loss, total = tl.load(loss_ptr + k, mask=mask, other=0.0), tl.load(total_ptr + k, mask=mask, other=0.0)
+    moves = going & finite & (tl.abs(loss) < float("inf")) & (tl.abs(total) < float("inf"))
+    tl.store(moves_ptr + k, moves.to(tl.int8), mask=mask)
+    tl.store(finite_ptr + k, (finite & (moves | (going == 0))).to(tl.int8), mask=mask)
+    tl.store(trace_ptr + at * stride + k, loss, mask=mask & going)
+    tl.store(at_ptr + k, at + going.to(tl.int64), mask=mask)
+
+
+def settle(counts: Tensor, at: Tensor, finite: Tensor, losses: Tensor, total: Tensor, trace: Tensor) -> Tensor:
+    """Which lanes move (bool `[k]`): they have steps left and are finite. Keeps their losses, counts the step."""
+    moves = torch.empty_like(finite)
+    launch(
+        _settle, (1,), counts, at, finite.view(torch.int8), losses, total, trace, moves.view(torch.int8), len(counts),
+        trace.stride(0), BLOCK=triton.next_power_of_2(len(counts)),
+    )  # fmt: skip
+    return moves
 
 
 @triton.jit
 def _keep(old_ptr, new_ptr, moves_ptr, size, BLOCK: tl.constexpr):
     k = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = (i < size) & tl.load(moves_ptr + k)
+    mask = (i < size) & (tl.load(moves_ptr + k) != 0)
     tl.store(old_ptr + k * size + i, tl.load(new_ptr + k * size + i, mask=mask, other=0.0), mask=mask)
 
 
 def keep(old: Tensor, new: Tensor, moves: Tensor) -> None:
     """Writes the lanes of `new` `[K, n]` that move (bool `[K]`) over those of `old`."""
     grid = (old.shape[0], triton.cdiv(old.shape[1], _BLOCK))
-    _keep[grid](old, new, moves, old.shape[1], BLOCK=_BLOCK)
+    launch(_keep, grid, old, new, moves.view(torch.int8), old.shape[1], BLOCK=_BLOCK)

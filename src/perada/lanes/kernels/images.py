@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..random import folding
+from .launch import launch, only_compiling
 from .tiles import drawn, mixed, wide
 
 
@@ -56,14 +57,47 @@ def views(
     std: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """pool uint8 `[N, C, H, W]`, index int64 `[k, B]`, keys int64 `[k]`, mean and std `[3, 1, 1]` -> `[kB, 3, H, W]`."""
+    """pool uint8 `[N, C, H, W]`, index int64 `[k, B]`, keys int64 `[k]`, mean and std `[3, 1, 1]`
+    -> `[k·B, 3, H, W]`."""
     (lanes, batch), (_, channels, height, width) = index.shape, pool.shape
     made = torch.empty(
         lanes * batch, 3, height, width, dtype=dtype, device=pool.device, memory_format=torch.channels_last
     )
     block = min(1024, triton.next_power_of_2(height * width))
-    _views[(lanes * batch, triton.cdiv(height * width, block))](
+    launch(
+        _views, (lanes * batch, triton.cdiv(height * width, block)),
         pool, index, keys, mean, std, made, batch, height, width, pad, folding(salt), mean.stride(0),
         DRAWS=draws, CHANNELS=channels, ACC=wide(made)[0], BLOCK=block,
     )  # fmt: skip
     return made
+
+
+@triton.jit
+def _picked(
+    index_ptr, row_ptr, key_ptr, lane_ptr, step_ptr, target_ptr, sample_out, target_out, key_out, capacity, batch,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    k, i = tl.program_id(0), tl.arange(0, BLOCK)
+    lane, step, mask = tl.load(lane_ptr + k), tl.load(step_ptr + k), i < batch
+    sample = tl.load(index_ptr + (tl.load(row_ptr + lane) * capacity + step) * batch + i, mask=mask, other=0)
+    tl.store(sample_out + k * batch + i, sample, mask=mask)
+    tl.store(target_out + k * batch + i, tl.load(target_ptr + sample, mask=mask, other=0), mask=mask)
+    tl.store(key_out + k, mixed(tl.load(key_ptr + lane) + (step + 1) * -7046029254386353131))
+
+
+def picked(
+    index: Tensor, row: Tensor, keys: Tensor, targets: Tensor, lanes: Tensor, steps: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `lanes` `[k]` see at `steps` `[k]`: sample numbers and targets `[k, B]`, and keys `[k]`.
+
+    index `[clients, steps, B]`; row and keys are the lanes' clients and keys, targets everybody's.
+    """
+    (_, capacity, batch), number = index.shape, len(lanes)
+    make = torch.zeros if only_compiling() else torch.empty  # numbers that index something are never left to chance
+    samples, found = (make(number, batch, dtype=torch.int64, device=index.device) for _ in range(2))
+    folded = torch.empty(number, dtype=torch.int64, device=index.device)
+    launch(
+        _picked, (number,), index, row, keys, lanes, steps, targets, samples, found, folded, capacity, batch,
+        BLOCK=triton.next_power_of_2(batch),
+    )  # fmt: skip
+    return samples, found, folded

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..random import dropout_threshold, folding
-from .tiles import Tiles, drawn, mixed, reduced, statistics, take_sums, tiles, wide
+from .launch import launch
+from .tiles import drawn, mixed, reduced, statistics, take_sums, tiles, wide
 
 
 @triton.jit
@@ -26,20 +27,22 @@ def _kept(key_ptr, k, r, c, channels, pixels, salt, threshold):
 
 @triton.jit
 def _forward(
-    x_ptr, add_ptr, y_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, part_ptr,
-    old_ptr, key_ptr, rows, channels, pixels, stride, running_stride, salt, threshold,
+    x_ptr, add_ptr, y_ptr, copy_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr,
+    part_ptr, old_ptr, key_ptr, rows, channels, pixels, stride, running_stride, salt, threshold,
     SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, MOMENTUM: tl.constexpr,
-    EPS: tl.constexpr, KEEP: tl.constexpr, RUNNING: tl.constexpr, ACC: tl.constexpr, PARTS: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr,
+    EPS: tl.constexpr, KEEP: tl.constexpr, RUNNING: tl.constexpr, COPY: tl.constexpr, ACC: tl.constexpr,
+    PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """y = norm(x), then dropout, or plus a residual, or ReLU. The statistics are the running ones, or of the rows
-    this program has (PARTS = 1), or from the parts' sums."""
+    this program has (PARTS = 1), or from the parts' sums. A copy of x is made on the way where one is wanted."""
     k, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     r, c = tile * BR + tl.arange(0, BR), tl.program_id(2) * BC + tl.arange(0, BC)
     inside = c < channels
     mask = (r < rows)[:, None] & inside[None, :]
     at = (k * rows + r[:, None]) * channels + c[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(ACC)
+    if COPY:
+        tl.store(copy_ptr + at, x.to(copy_ptr.dtype.element_ty), mask=mask)
     weight = tl.load(weight_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
     bias = tl.load(bias_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
     if RUNNING:
@@ -181,11 +184,11 @@ def stride_of(weight: Tensor) -> int:
 
 
 def _normed(
-    x: Tensor, weight: Tensor, bias: Tensor, how: _How, add: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tiles]:
-    """y, mean and 1/σ. x is channels_last."""
+    x: Tensor, weight: Tensor, bias: Tensor, how: _How, add: Tensor | None = None, copy: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, mean and 1/σ. x is channels_last; so is `copy`, into which x is copied."""
     running = how.running
-    cut = tiles(x, running.mean.shape[0])
+    cut = tiles(x, running.mean.shape[0], sums=running.how != "running")
     acc, dtype = wide(x)
     mean = torch.empty(cut.lanes, cut.channels, dtype=dtype, device=x.device)
     rstd, y = torch.empty_like(mean), torch.empty_like(x)
@@ -193,14 +196,16 @@ def _normed(
     part, old = mean, mean
     if cut.parts > 1 and running.how != "running":
         part, old = take_sums(x, running.mean, cut)
-    _forward[cut.grid](
-        x, x if add is None else add, y, weight, bias, mean, rstd, running.mean, running.var, part, old, keys,
+    launch(
+        _forward, cut.grid,
+        x, x if add is None else add, y, x if copy is None else copy,
+        weight, bias, mean, rstd, running.mean, running.var, part, old, keys,
         cut.rows, cut.channels, cut.pixels, stride_of(weight), running.mean.stride(0), salt, threshold,
         SCALE=scale, RELU=how.relu, ADD=add is not None, DROP=how.drop is not None, MOMENTUM=running.momentum,
-        EPS=running.eps, KEEP=running.how == "train", RUNNING=running.how == "running", ACC=acc,
-        PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
+        EPS=running.eps, KEEP=running.how == "train", RUNNING=running.how == "running", COPY=copy is not None,
+        ACC=acc, PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
     )  # fmt: skip
-    return y, mean, rstd, cut
+    return y, mean, rstd
 
 
 def _gradients(
@@ -226,12 +231,14 @@ def _gradients(
     drops, part = how.drop is not None, mean
     if cut.parts > 1:
         part = torch.empty(cut.lanes, cut.parts, 2, cut.channels, dtype=dtype, device=x.device)
-        _backward_sums[(cut.lanes, cut.columns, cut.parts)](
+        launch(
+            _backward_sums, (cut.lanes, cut.columns, cut.parts),
             x, g, y, mean, rstd, keys, part, cut.rows, cut.channels, cut.pixels, cut.chunk, salt, threshold,
             SCALE=scale, RELU=how.relu, DROP=drops, ACC=acc,
             LOOPS=cut.loops, PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1],
         )  # fmt: skip
-    _backward[cut.grid](
+    launch(
+        _backward, cut.grid,
         x, g, y, g if extra is None else extra, dx, dx if residual is None else residual,
         weight, mean, rstd, part, keys, *affine, cut.rows, cut.channels, cut.pixels, stride_of(weight),
         affine[0].stride(0), affine[1].stride(0), salt, threshold,
@@ -253,7 +260,7 @@ class _Norm(torch.autograd.Function):
     ) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
         add = None if add is None else add.contiguous(memory_format=torch.channels_last)
-        y, mean, rstd, _ = _normed(x, weight, bias, how, add)
+        y, mean, rstd = _normed(x, weight, bias, how, add)
         ctx.save_for_backward(x, y if how.relu else x, weight, mean, rstd)
         ctx.how, ctx.add = how, add is not None
         return y
@@ -275,11 +282,12 @@ class _Adapter(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor, how: _How
     ) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
-        z, mean, rstd, _ = _normed(x, weight, bias, how, None)
-        y = torch.baddbmm(_rows(x, matrix), _rows(z, matrix), matrix.transpose(1, 2))
+        y = torch.empty_like(x)  # a copy of x, to which the product is added: baddbmm would make one itself
+        z, mean, rstd = _normed(x, weight, bias, how, copy=y)
+        _rows(y, matrix).baddbmm_(_rows(z, matrix), matrix.transpose(1, 2))
         ctx.save_for_backward(x, z, weight, mean, rstd, matrix)
         ctx.how = how
-        return _image(y, x)
+        return y
 
     @staticmethod
     @once_differentiable

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .launch import launch
 from .norm import Statistics, slot_of, stride_of, unslotted
 from .tiles import Tiles, reduced, statistics, take_sums, tiles, wide
 
@@ -89,9 +90,9 @@ def _pooled_sums(
     tl.store(at + channels, second, mask=inside)
 
 
-def _cut(x: Tensor, lanes: int) -> Tiles:
-    """As for any norm, in at least two parts."""
-    cut = tiles(x, lanes)
+def _cut(x: Tensor, running: Statistics) -> Tiles:
+    """As for any norm, in at least two parts where sums are taken."""
+    cut = tiles(x, running.mean.shape[0], sums=running.how != "running")
     return cut if cut.parts > 1 else cut._replace(parts=2)
 
 
@@ -101,7 +102,7 @@ class _NormAndPool(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, running: Statistics, slots: tuple[Tensor | None, ...]
     ) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
-        cut = _cut(x, running.mean.shape[0])
+        cut = _cut(x, running)
         n, channels, height, width = x.shape
         out = (height + 1) // 2, (width + 1) // 2
         y = torch.empty(n, channels, *out, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
@@ -111,7 +112,8 @@ class _NormAndPool(torch.autograd.Function):
         rstd = torch.empty_like(mean)
         part, old = (mean, mean) if running.how == "running" else take_sums(x, running.mean, cut)
         out_rows = n // cut.lanes * out[0] * out[1]
-        _pooled[(cut.lanes, triton.cdiv(out_rows, _BR), cut.columns)](
+        launch(
+            _pooled, (cut.lanes, triton.cdiv(out_rows, _BR), cut.columns),
             x, y, at, weight, bias, mean, rstd, running.mean, running.var, part, old, cut.rows, out_rows, channels,
             height, width, *out, stride_of(weight), running.mean.stride(0), MOMENTUM=running.momentum,
             EPS=running.eps, KEEP=running.how == "train", RUNNING=running.how == "running", ACC=acc,
@@ -133,7 +135,8 @@ class _NormAndPool(torch.autograd.Function):
         parts = max(1, min(64, triton.next_power_of_2(triton.cdiv(out_rows, _BR)), 1024 // lanes))
         chunk = triton.cdiv(out_rows, parts)
         part = torch.empty(lanes, parts, 2, channels, dtype=dtype, device=x.device)
-        _pooled_sums[(lanes, triton.cdiv(channels, across), parts)](
+        launch(
+            _pooled_sums, (lanes, triton.cdiv(channels, across), parts),
             x, g, y, at, mean, rstd, part, x.numel() // channels // lanes, out_rows, channels, *x.shape[2:],
             *y.shape[2:], chunk, ACC=acc, LOOPS=triton.cdiv(chunk, _BR), PARTS=parts, BR=_BR, BC=across, num_warps=8,
         )  # fmt: skip

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 
 @triton.jit
 def reduced(part_ptr, k, c, inside, channels, PARTS: tl.constexpr):
@@ -124,18 +126,19 @@ class Tiles(NamedTuple):
 WHOLE = 1024  # rows that one program can hold, with few enough channels
 
 
-def tiles(x: Tensor, lanes: int) -> Tiles:
-    """x `[K·B, C, H, W]`."""
+def tiles(x: Tensor, lanes: int, sums: bool = True) -> Tiles:
+    """x `[K·B, C, H, W]`. Without sums over the rows any block does."""
     channels, pixels = x.shape[1], x.shape[2] * x.shape[3]
     rows = x.shape[0] * pixels // lanes
+    if not sums:
+        return Tiles(lanes, rows, channels, pixels, 1, (128, min(64, triton.next_power_of_2(channels))))
     if rows <= WHOLE:
         down = triton.next_power_of_2(rows)
         across = min(32 if rows <= 256 else 16, triton.next_power_of_2(channels))
         return Tiles(lanes, rows, channels, pixels, 1, (down, across))
     across = min(64, triton.next_power_of_2(channels))
     down = 8192 // across  # measured on an H200: larger tiles, fewer parts
-    wanted = max(2, 2048 // (lanes * triton.cdiv(channels, across)))  # enough programs to fill a GPU
-    parts = min(128, triton.next_power_of_2(wanted), triton.next_power_of_2(triton.cdiv(rows, down)))
+    parts = min(128, triton.next_power_of_2(triton.cdiv(rows, down)))  # whatever the lanes: fewer kernels to compile
     return Tiles(lanes, rows, channels, pixels, max(2, parts), (down, across))
 
 
@@ -149,7 +152,8 @@ def take_sums(x: Tensor, running_mean: Tensor, cut: Tiles) -> tuple[Tensor, Tens
     acc, dtype = wide(x)
     part = torch.empty(cut.lanes, cut.parts, 2, cut.channels, dtype=dtype, device=x.device)
     old = torch.empty(cut.lanes, cut.channels, dtype=dtype, device=x.device)
-    sums[(cut.lanes, cut.columns, cut.parts)](
+    launch(
+        sums, (cut.lanes, cut.columns, cut.parts),
         x, running_mean, part, old, cut.rows, cut.channels, cut.chunk, running_mean.stride(0),
         ACC=acc, LOOPS=cut.loops, PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1],
     )  # fmt: skip

@@ -1,0 +1,36 @@
+"""Starting a kernel; or only compiling it, together with all others that a step needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+_compiling: tuple[ThreadPoolExecutor, list[Future[Any]]] | None = None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+    if _compiling is None:
+        kernel[grid](*args, **meta)
+    else:
+        _compiling[1].append(_compiling[0].submit(kernel.warmup, *args, grid=grid, **meta))
+
+
+def only_compiling() -> bool:
+    return _compiling is not None
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Kernels started in here do nothing but get compiled, many at a time (Triton keeps them on disk, too)."""
+    global _compiling
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "perada-compile") as pool:
+        _compiling = (pool, [])
+        try:
+            yield
+        finally:
+            found, _compiling = _compiling[1], None
+    for one in found:
+        one.result()

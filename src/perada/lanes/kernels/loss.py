@@ -1,0 +1,56 @@
+"""Cross-entropy with its gradient, taken on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .launch import launch
+
+_ROWS = 16
+
+
+@triton.jit
+def _cross_entropy(logit_ptr, target_ptr, loss_ptr, grad_ptr, rows, classes, BR: tl.constexpr, BC: tl.constexpr):
+    r, c = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BC)
+    mask = (r < rows)[:, None] & (c < classes)[None, :]
+    at = r[:, None] * classes + c[None, :]
+    x = tl.load(logit_ptr + at, mask=mask, other=float("-inf"))
+    x = tl.where((r < rows)[:, None], x, 0.0)
+    x -= tl.max(x, 1)[:, None]
+    e = tl.exp(x)
+    total = tl.sum(e, 1)
+    hit = c[None, :] == tl.load(target_ptr + r, mask=r < rows, other=0)[:, None]
+    tl.store(loss_ptr + r, tl.log(total) - tl.sum(tl.where(hit, x, 0.0), 1), mask=r < rows)
+    tl.store(grad_ptr + at, e / total[:, None] - tl.where(hit, 1.0, 0.0), mask=mask)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        rows, classes = targets.numel(), logits.shape[-1]
+        logits, targets = logits.contiguous(), targets.contiguous()
+        losses, grad = torch.empty(targets.shape, dtype=logits.dtype, device=logits.device), torch.empty_like(logits)
+        launch(
+            _cross_entropy, (triton.cdiv(rows, _ROWS),), logits, targets, losses, grad, rows, classes,
+            BR=_ROWS, BC=triton.next_power_of_2(classes),
+        )  # fmt: skip
+        ctx.save_for_backward(grad)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (grad,) = ctx.saved_tensors
+        return grad * g.unsqueeze(-1), None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """logits `[..., classes]`, targets int64 `[...]` -> the loss of each."""
+    found: Tensor = _CrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
+    return found
