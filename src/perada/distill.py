@@ -8,15 +8,32 @@ Bernoulli, summed over labels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .lanes import LaneModel, Norm, State, fold, key_of, rng_of, stack
+from .data.public import Chunks
+from .lanes import (
+    Batch,
+    Gradient,
+    LaneModel,
+    Loss,
+    Norm,
+    Options,
+    State,
+    Update,
+    fast_kernels,
+    fold,
+    key_of,
+    loop,
+    rng_of,
+    stack,
+)
 
 
 @dataclass(frozen=True)
@@ -56,14 +73,14 @@ class Distill:
 
 
 def kl(teacher: Tensor, student: Tensor, temperature: float, multilabel: bool) -> Tensor:
-    """Mean KL(teacher ‖ student) over samples, both as logits `[n, classes]`, times T² (Hinton et al.)."""
+    """KL(teacher ‖ student) of each sample, both as logits `[..., classes]`, times T² (Hinton et al.)."""
     t, s = teacher / temperature, student / temperature
     if multilabel:
         p = t.sigmoid()
         each = p * (F.logsigmoid(t) - F.logsigmoid(s)) + (1 - p) * (F.logsigmoid(-t) - F.logsigmoid(-s))
-        return each.sum(-1).mean() * temperature**2
+        return each.sum(-1) * temperature**2
     each = t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))
-    return each.sum(-1).mean() * temperature**2
+    return each.sum(-1) * temperature**2
 
 
 def chunks_of(images: int, options: Distill, seed: int) -> list[Tensor]:
@@ -96,6 +113,83 @@ def teacher_logits(
     ]
 
 
+@lru_cache
+def _loss(temperature: float, multilabel: bool) -> Loss:
+    """`kl` as the loss of a training loop: one function for each pair, so that recorded steps are found again."""
+    return lambda logits, targets: kl(targets, logits, temperature, multilabel)
+
+
+class PublicBatches:
+    """Step r sees chunk r mod n of the public images, and the teachers' logits on it. r counts from `first`."""
+
+    def __init__(self, images: Sequence[Tensor], targets: Tensor, key: Tensor, capacity: int, first: int = 0) -> None:
+        self.images, self.targets, self.key = images, targets, key  # targets [chunks, B, classes], key int64 [1]
+        self.capacity, self.first = capacity, torch.tensor([first], device=key.device)
+
+    def __call__(self, step: int | Tensor, lanes: Tensor) -> Batch:
+        at = step + self.first
+        chunk = at % len(self.images)
+        images = self.images.at(chunk) if isinstance(self.images, Chunks) else self.images[int(chunk)]
+        return Batch(images, self.targets[chunk], None, fold(self.key, at))
+
+    # What a recorded step needs: lanes/replay.py.
+
+    def shape(self) -> Hashable:
+        key = (id(self.images), tuple(self.targets.shape), self.capacity)
+        return key if isinstance(self.images, Chunks) else None
+
+    def twin(self) -> PublicBatches:
+        return PublicBatches(self.images, self.targets.clone(), self.key.clone(), self.capacity)
+
+    def copy_(self, other: PublicBatches) -> None:
+        self.targets.copy_(other.targets)
+        self.key.copy_(other.key)
+        self.first.copy_(other.first)
+
+
+def rates(options: Distill) -> list[float]:
+    """Adam's step size at every step."""
+    found = [options.lr] * options.steps
+    if options.schedule == "cosine":
+        for t in range(1, options.steps):
+            now, before = (1 + math.cos(math.pi * i / options.steps) for i in (t, t - 1))
+            found[t] = now / before * found[t - 1]
+    return found
+
+
+def _adam(options: Distill, device: torch.device, dtype: torch.dtype) -> Update:
+    """Adam (Kingma & Ba, 2015) as a loop's step on (student, first moments, second moments, steps done)."""
+    one, two, eps = 0.9, 0.999, 1e-8
+    plan = rates(options)
+    table = torch.tensor(
+        [[r / (1 - one**t), (1 - two**t) ** -0.5] for t, r in enumerate(plan, 1)], dtype=dtype, device=device
+    )
+
+    def step(gradient: Gradient, states: tuple[State, ...]) -> tuple[State, ...]:
+        state, first, second, count = states
+        grads, state = gradient(state)
+        done, kernels = count.params["t"], fast_kernels(device)
+        if gradient.flat is not None and kernels is not None and state.flat and first.flat and second.flat:
+            rate, scale = table[done[:, 0].long()].unbind(1)
+            new = kernels.adam_step(
+                state.flat[0], gradient.flat, first.flat[0], second.flat[0], rate.contiguous(), scale.contiguous(),
+                (one, two), eps,
+            )  # fmt: skip
+            moved = state.with_flat(new[0], state.flat[1])
+            m, v = (s.with_flat(f, s.flat[1]) for s, f in zip((first, second), new[1:], strict=True) if s.flat)
+            return moved, m, v, State({"t": done + 1})
+        t = int(done) + 1
+        params, ms, vs = dict(state.params), dict(first.params), dict(second.params)
+        for name, g in grads.items():
+            ms[name] = torch.lerp(ms[name], g, 1 - one)
+            vs[name] = torch.addcmul(vs[name] * two, g, g, value=1 - two)
+            size = (vs[name].sqrt() / (1 - two**t) ** 0.5).add_(eps)
+            params[name] = torch.addcdiv(params[name], ms[name], size, value=-plan[t - 1] / (1 - one**t))
+        return State(params, state.buffers), State(ms), State(vs), State({"t": done + 1})
+
+    return step
+
+
 def distill(
     model: LaneModel,
     student: State,
@@ -109,36 +203,36 @@ def distill(
     """Adam on the student (one lane) -> the candidates of `options.snapshots()` as lanes, and the KL trace.
 
     `images` are the chunks, prepared: step r uses chunk r mod n. Dropout is on in the student, as in any
-    other training; `key` is its random key.
+    other training; `key` is its random key. A candidate that is not finite is all NaN.
     """
-    targets = teacher_logits(model, teachers, images, options.teacher_norm, lanes_at_once)
-    state = student.map(lambda t: t.detach().clone())
-    for name, p in state.params.items():
-        p.requires_grad_(name not in model.inert)
-    adam = torch.optim.Adam([p for p in state.params.values() if p.requires_grad], lr=options.lr)
-    total = options.steps
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, total) if options.schedule == "cosine" else None
+    targets = torch.stack(teacher_logits(model, teachers, images, options.teacher_norm, lanes_at_once))
+    like = next(iter(student.params.values()))
     keys = torch.tensor([key], dtype=torch.int64, device=model.device)
-    norm: Norm = "train" if options.student_norm == "batch" else "running"
-    wanted, kept, trace = options.snapshots(), [], []
-    for step in range(total):
-        chunk = step % len(images)
-        logits = model(state, images[chunk], norm=norm, dropout=fold(keys, step))[0]
-        loss = kl(targets[chunk], logits, options.temperature, multilabel)
-        adam.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        adam.step()
-        if schedule is not None:
-            schedule.step()
-        trace.append(loss.detach())
-        if step + 1 in wanted:
-            kept.append(_snapshot(state, student, options.keep_stats))
-    return stack(*kept), torch.stack(trace).tolist()
+    zeros = State({n: torch.zeros_like(p) for n, p in student.params.items()})
+    states: tuple[State, ...] = (
+        student,
+        zeros,
+        zeros,
+        State({"t": torch.zeros(1, 1, dtype=torch.float64, device=model.device)}),
+    )
+    how = Options(norm="train" if options.student_norm == "batch" else "running")
+    update, kept, traces, finite, done = _adam(options, model.device, like.dtype), [], [], True, 0
+    for step in options.snapshots():
+        batches = PublicBatches(images, targets, keys, options.steps, done)
+        found = loop(
+            model, states, batches, _loss(options.temperature, multilabel), [step - done], update, how,
+            ("distill", options),
+        )  # fmt: skip
+        states, done, finite = found.states, step, finite and not found.failed
+        traces.append(found.trace[:, 0])
+        kept.append(_snapshot(states[0], student, options.keep_stats, finite))
+    return stack(*kept), torch.cat(traces).tolist()
 
 
-def _snapshot(state: State, average: State, keep_stats: str) -> State:
+def _snapshot(state: State, average: State, keep_stats: str, finite: bool) -> State:
     buffers = average.buffers if keep_stats == "average" else state.buffers
-    return State({n: p.detach().clone() for n, p in state.params.items()}, {n: b.clone() for n, b in buffers.items()})
+    params = {n: p.clone() if finite else torch.full_like(p, torch.nan) for n, p in state.params.items()}
+    return State(params, {n: b.clone() for n, b in buffers.items()})
 
 
 @dataclass

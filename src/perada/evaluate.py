@@ -14,13 +14,13 @@ from .data.federation import Federation, Indices
 from .data.images import Pixels
 from .lanes import LaneModel, State
 
-CHUNK = 4096  # images × lanes in one forward pass, at most; fewer where images are larger than 32×32
+CHUNK = {"cpu": 4096, "cuda": 32768}  # images × lanes in one forward pass; fewer where images are larger than 32×32
 
 
-def _chunk(lanes: int, images: Tensor) -> int:
+def _chunk(lanes: int, images: Tensor, device: torch.device) -> int:
     """Images a lane in one forward pass."""
-    pixels = images.shape[-2] * images.shape[-1]
-    return max(1, min(CHUNK, CHUNK * 1024 // pixels) // lanes)
+    pixels, most = images.shape[-2] * images.shape[-1], CHUNK.get(device.type, CHUNK["cpu"])
+    return max(1, min(most, most * 1024 // pixels) // lanes)
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def logits_of(model: LaneModel, lanes: State, federation: Federation, images: Te
         return torch.zeros(lanes.lanes, 0, len(federation.classes), device=model.device)
     dtype = next(iter(lanes.tensors())).dtype
     out = []
-    for part in torch.split(images, _chunk(lanes.lanes, images)):
+    for part in torch.split(images, _chunk(lanes.lanes, images, model.device)):
         ready = federation.prepare(part.to(model.device), dtype)
         out.append(model(lanes, ready.repeat(lanes.lanes, 1, 1, 1)))
     return torch.cat(out, 1)
@@ -48,7 +48,7 @@ def own_logits(model: LaneModel, lanes: State, federation: Federation, indices: 
         return [logits_on(model, lanes, federation, i)[0] for i in indices]
     dtype = next(iter(lanes.tensors())).dtype
     longest = max(1, *map(len, indices))
-    size = _chunk(lanes.lanes, federation.images)
+    size = _chunk(lanes.lanes, federation.images, model.device)
     padded = np.stack([np.resize(i, longest) if len(i) else np.zeros(longest, np.int64) for i in indices])
     out = []
     for part in torch.split(torch.from_numpy(padded), size, 1):

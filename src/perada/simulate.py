@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .config import Config
 from .data import Federation, build_federation, public_images
+from .data.public import Chunks
 from .distill import Server, chunks_of
 from .errors import InputError
 from .evaluate import logits_on, personal_scores, score
@@ -281,19 +282,6 @@ def check(config: Config, federation: Federation, method: Method) -> None:
         raise InputError("distill.guard=server needs labelled data at the server: set data.server_val, such as 0.05")
 
 
-class Chunks(Sequence[Tensor]):
-    """The public data as prepared chunks; held as bytes, prepared when asked for."""
-
-    def __init__(self, federation: Federation, images: Tensor, chunks: list[Tensor], dtype: torch.dtype) -> None:
-        self.federation, self.images, self.chunks, self.dtype = federation, images, chunks, dtype
-
-    def __len__(self) -> int:
-        return len(self.chunks)
-
-    def __getitem__(self, at: Any) -> Any:
-        return self.federation.prepare(self.images[self.chunks[at]], self.dtype)
-
-
 def _public(
     config: Config, federation: Federation, method: Method, device: torch.device, dtype: torch.dtype
 ) -> Sequence[Tensor]:
@@ -308,7 +296,7 @@ def _public(
         )
     if len(images) < 2 or config.distill.size == 1:
         raise InputError("distillation needs at least two public images: batch norm cannot normalise one")
-    chunks = [c.to(device) for c in chunks_of(len(images), config.distill, config.data.seed)]
+    chunks = torch.stack(chunks_of(len(images), config.distill, config.data.seed)).to(device)
     return Chunks(federation, images.to(device), chunks, dtype)
 
 

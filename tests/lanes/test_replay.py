@@ -58,7 +58,13 @@ def test_the_whole_fast_path_in_triton_s_interpreter(method: str, monkeypatch: p
     from perada.lanes.kernels import flat
 
     monkeypatch.setattr(flat, "_BLOCK", 1 << 17)  # the interpreter takes its time for every block
-    settings = {"run__precision": "fp64", "data__val": 0.01, "data__test": 0.01, "data__server_val": 0.94, **KERNELS[method]}
+    settings = {
+        "run__precision": "fp64",
+        "data__val": 0.01,
+        "data__test": 0.01,
+        "data__server_val": 0.94,
+        **KERNELS[method],
+    }
 
     def one_round() -> Simulation:
         sim = prepare(small(method__name=method, **settings))

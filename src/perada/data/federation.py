@@ -108,16 +108,30 @@ class Federation:
 
         fetched: the images themselves, where they are not on the compute device.
         """
-        kernels = fast_kernels(self.device)
-        if kernels is not None and fetched is None and not self.stream and self.augment in DRAWS:
-            mean, std = (_channels(values, dtype, self.device).expand(3, 1, 1) for values in (self.mean, self.std))
-            draws, pad = DRAWS[self.augment], padding(self.images)
-            made: Tensor = kernels.views(self.images, samples, keys, SALT, draws, pad, mean, std, dtype)
-            return made
+        if fetched is None and not self.stream and self.augment in DRAWS:
+            made = self._kernel(self.images, samples, keys, self.augment, dtype)
+            if made is not None:
+                return made
         images = self.take(samples.flatten()) if fetched is None else fetched
         if self.augment is not None:
             images = self.augment(images, keys)
         return self.prepare(images, dtype)
+
+    def plain_views(self, pool: Tensor, samples: Tensor, dtype: torch.dtype) -> Tensor:
+        """Images of another pool (on the compute device) by number, `[k, B]` -> prepared, as they are."""
+        made = self._kernel(pool, samples, samples, None, dtype)
+        return self.prepare(pool[samples.flatten()], dtype) if made is None else made
+
+    def _kernel(
+        self, pool: Tensor, samples: Tensor, keys: Tensor, augment: Augment | None, dtype: torch.dtype
+    ) -> Tensor | None:
+        """All of it in one GPU kernel, where there is one."""
+        kernels = fast_kernels(self.device)
+        if kernels is None:
+            return None
+        mean, std = (_channels(values, dtype, self.device).expand(3, 1, 1) for values in (self.mean, self.std))
+        made: Tensor = kernels.views(pool, samples, keys, SALT, DRAWS[augment], padding(pool), mean, std, dtype)
+        return made
 
     def label_counts(self) -> NDArray[np.int64]:
         """Training samples of each class at each client, `[clients, classes]`."""
