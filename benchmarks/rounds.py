@@ -46,10 +46,13 @@ def step_times(sim: Simulation, repeats: int = 5) -> dict[int, list[float]]:
 
     def some(width: int) -> None:
         for _ in range(20):
-            loop.at.zero_()
             loop.step(width)
 
     widths = [w for w in (1, 2, 4, 8, 16) if w <= len(loop.run.finite)]
+    loop.run.at.zero_()
+    loop.run.counts.fill_(1 << 30)
+    loop.run.order.copy_(torch.arange(len(loop.run.order)))
+    loop.batches.index.zero_()
     for width in widths:
         some(width)
     return {w: sorted(timed(lambda w=w: some(w)) / 20 * 1e3 for _ in range(repeats)) for w in widths}

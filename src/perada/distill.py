@@ -170,7 +170,7 @@ def _adam(options: Distill, device: torch.device, dtype: torch.dtype) -> Update:
         grads, state = gradient(state)
         done, kernels = count.params["t"], fast_kernels(device)
         if gradient.flat is not None and kernels is not None and state.flat and first.flat and second.flat:
-            rate, scale = table[done[:, 0].long()].unbind(1)
+            rate, scale = table[done[:, 0].long().clamp(max=len(plan) - 1)].unbind(1)
             new = kernels.adam_step(
                 state.flat[0], gradient.flat, first.flat[0], second.flat[0], rate.contiguous(), scale.contiguous(),
                 (one, two), eps,

@@ -171,7 +171,7 @@ class Replay:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            if kernels is not None and not self.graphs:
+            if kernels is not None:
                 with kernels.compiling():
                     self._one(width)
             for _ in range(2):

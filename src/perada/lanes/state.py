@@ -79,7 +79,7 @@ def flattened(state: State) -> State:
 
     def one(tensors: dict[str, Tensor]) -> Tensor:
         if not tensors:
-            return torch.zeros(state.lanes, 0)
+            return next(iter(state.tensors())).new_zeros(state.lanes, 0)
         held = [t.flatten(1) for t in tensors.values()]
         return torch.cat([*held, held[0].new_zeros(state.lanes, -sum(t.shape[1] for t in held) % 64)], 1)
 

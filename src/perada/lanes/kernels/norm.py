@@ -235,7 +235,7 @@ def _gradients(
             _backward_sums, (cut.lanes, cut.columns, cut.parts),
             x, g, y, mean, rstd, keys, part, cut.rows, cut.channels, cut.pixels, cut.chunk, salt, threshold,
             SCALE=scale, RELU=how.relu, DROP=drops, ACC=acc,
-            LOOPS=cut.loops, PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1],
+            LOOPS=cut.loops, PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
         )  # fmt: skip
     launch(
         _backward, cut.grid,

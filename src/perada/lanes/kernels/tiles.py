@@ -120,26 +120,26 @@ class Tiles(NamedTuple):
 
     @property
     def warps(self) -> int:
-        return max(4, min(16, self.block[0] * self.block[1] // 1024))
+        return max(4, min(8, self.block[0] * self.block[1] // 1024))
 
 
 WHOLE = 1024  # rows that one program can hold, with few enough channels
 
 
 def tiles(x: Tensor, lanes: int, sums: bool = True) -> Tiles:
-    """x `[K·B, C, H, W]`. Without sums over the rows any block does."""
+    """x `[K·B, C, H, W]`. Without sums over the rows any block does; those with are the fastest of some, on an H200."""
     channels, pixels = x.shape[1], x.shape[2] * x.shape[3]
     rows = x.shape[0] * pixels // lanes
     if not sums:
         return Tiles(lanes, rows, channels, pixels, 1, (128, min(64, triton.next_power_of_2(channels))))
     if rows <= WHOLE:
         down = triton.next_power_of_2(rows)
-        across = min(32 if rows <= 256 else 16, triton.next_power_of_2(channels))
+        across = min(32 if rows <= 128 or (rows <= 256 and lanes > 8) else 16, triton.next_power_of_2(channels))
         return Tiles(lanes, rows, channels, pixels, 1, (down, across))
-    across = min(64, triton.next_power_of_2(channels))
-    down = 8192 // across  # measured on an H200: larger tiles, fewer parts
-    parts = min(128, triton.next_power_of_2(triton.cdiv(rows, down)))  # whatever the lanes: fewer kernels to compile
-    return Tiles(lanes, rows, channels, pixels, max(2, parts), (down, across))
+    across = min(32, triton.next_power_of_2(channels))
+    down = 64 if lanes <= 2 else 256
+    parts = max(2, min(128, triton.next_power_of_2(triton.cdiv(rows, down))))
+    return Tiles(lanes, rows, channels, pixels, parts, (down, across))
 
 
 def wide(tensor: Tensor) -> tuple[Any, torch.dtype]:
@@ -155,6 +155,6 @@ def take_sums(x: Tensor, running_mean: Tensor, cut: Tiles) -> tuple[Tensor, Tens
     launch(
         sums, (cut.lanes, cut.columns, cut.parts),
         x, running_mean, part, old, cut.rows, cut.channels, cut.chunk, running_mean.stride(0),
-        ACC=acc, LOOPS=cut.loops, PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1],
+        ACC=acc, LOOPS=cut.loops, PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
     )  # fmt: skip
     return part, old
