@@ -47,7 +47,7 @@ def test_the_size_of_a_chunk_does_not_matter(sim: Simulation, monkeypatch: pytes
     index = np.arange(50, 87)
     whole = logits_on(sim.model, sim.now.kept, sim.federation, index)
     for size in (1, 4, 40):
-        monkeypatch.setattr(perada.evaluate, "CHUNK", size)
+        monkeypatch.setitem(perada.evaluate.CHUNK, "cpu", size)
         assert_close_norm(logits_on(sim.model, sim.now.kept, sim.federation, index), whole, 1e-12)
 
 

@@ -31,7 +31,7 @@ def logits_of(model: LaneModel, lanes: State, federation: Federation, images: Te
     dtype = next(iter(lanes.tensors())).dtype
     out = []
     for part in torch.split(images, _chunk(lanes.lanes, images, model.device)):
-        ready = federation.prepare(part.to(model.device), dtype)
+        ready = model.stem(federation.prepare(part.to(model.device), dtype))
         out.append(model(lanes, ready.repeat(lanes.lanes, 1, 1, 1)))
     return torch.cat(out, 1)
 

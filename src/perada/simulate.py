@@ -245,6 +245,8 @@ def prepare(
     model = lane_model(net, method.parts.trains, adapter, config.model.dropout, config.run.seed)
     compute = torch.bfloat16 if config.run.precision == "bf16" else None
     sim = Simulation(config, federation, model.to(device, dtype, compute), method, public)
+    if isinstance(public, Chunks) and device.type == "cuda":
+        public.keep_stems(model.stem, torch.cuda.mem_get_info(device)[0] // 4)
     if config.model.weights not in ("embedded", "random"):
         sim.backbone = {k: t for k, t in net.state_dict().items() if not k.endswith("num_batches_tracked")}
     say(federation.about_images())  # last: a refusal is one line

@@ -9,6 +9,7 @@ import torch
 from helpers import assert_close_norm, assert_same_tensors
 from small import everything, small
 
+from perada.data.public import Chunks
 from perada.lanes import fast, replay
 from perada.lanes.state import State, flattened
 from perada.simulate import Simulation, prepare
@@ -130,3 +131,26 @@ def test_streamed_batches_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> N
     sim = prepare(small(method__name="fedavg", data__resident="no"))
     sim.step()
     assert not sim.model.__dict__.get("replays")
+
+
+def test_public_images_kept_behind_the_first_layer_distil_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so do steps of distillation that could be recorded."""
+
+    def distilled(stems: bool) -> Simulation:
+        sim = prepare(small(method__name="perada", run__precision="fp64", distill__guard="none"))
+        assert isinstance(sim.public, Chunks)
+        if stems:
+            sim.public.keep_stems(sim.model.stem, 0)
+            assert sim.public.stems is None, "no room"
+            sim.public.keep_stems(sim.model.stem, 1 << 30)
+            assert sim.public.stems is not None
+            assert sim.public[0].shape[1] == 16
+        sim.step()
+        return sim
+
+    wanted = distilled(stems=False)
+    monkeypatch.setattr(replay, "DEVICES", ("cpu",))
+    found = distilled(stems=True)
+    assert len(found.model.__dict__["replays"]) == 2
+    for name, tensor in everything(found).items():
+        assert_close_norm(tensor, everything(wanted)[name], 1e-9, what=name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,18 @@ class Chunks(Sequence[Tensor]):
         self.federation, self.images, self.dtype = federation, images, dtype
         self.chunks = chunks  # int64 [chunks, B]
 
+        self.stems: Tensor | None = None  # [chunks, B, ...], channels last
+
+    def keep_stems(self, stem: Callable[[Tensor], Tensor], room: int) -> None:
+        """Images that are never augmented give the same behind a frozen first layer: kept, if `room` bytes will do."""
+        first = stem(self[0]).permute(0, 2, 3, 1)
+        if first.numel() * first.element_size() * len(self) > room:
+            return
+        kept = first.new_empty(len(self), *first.shape)
+        for at in range(len(self)):
+            kept[at] = stem(self[at]).permute(0, 2, 3, 1)
+        self.stems = kept
+
     def __len__(self) -> int:
         return len(self.chunks)
 
@@ -25,5 +37,7 @@ class Chunks(Sequence[Tensor]):
         return self.at(torch.tensor([at], device=self.chunks.device))
 
     def at(self, number: Tensor) -> Tensor:
-        """The chunk of this number, int64 `[1]`, prepared, `[B, 3, H, W]`."""
+        """The chunk of this number, int64 `[1]`, prepared, `[B, 3, H, W]`, or what the first layer makes of it."""
+        if self.stems is not None:
+            return self.stems.index_select(0, number)[0].permute(0, 3, 1, 2)
         return self.federation.plain_views(self.images, self.chunks[number], self.dtype)

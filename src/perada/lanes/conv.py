@@ -70,15 +70,16 @@ def lane_conv2d(
 def frozen_conv2d(x: Tensor, layer: nn.Conv2d) -> Tensor:
     """The layer's convolution with its one, frozen, kernel.
 
-    On a GPU two shapes have a better form, with weights rearranged once. A padded 3×3 kernel on maps of at most 2×2
-    mostly multiplies zeros: it is a smaller dense product. The stem's 7×7 of three channels, stride 2, is a 4×4 of
+    On a GPU two shapes have a better form, with weights rearranged once. On maps of at most 2×2, with matrix units 4×4,
+    a kernel that mostly multiplies padding is a dense product. The stem's 7×7 of three channels, stride 2, is a 4×4 of
     twelve (blocks of 2×2 pixels), stride 1, which matrix units take to.
     """
-    shape = layer.kernel_size, layer.padding, layer.stride, layer.dilation
-    if x.is_cuda and not layer.weight.requires_grad:
-        if shape[:2] == ((3, 3), (1, 1)) and x.shape[2] * x.shape[3] <= 4:
+    if x.is_cuda and not layer.weight.requires_grad and layer.dilation == (1, 1):
+        units = x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)
+        if x.shape[2] * x.shape[3] <= (16 if units else 4):
             return dense_conv2d(x, layer)
-        if shape == ((7, 7), (3, 3), (2, 2), (1, 1)) and x.shape[1] == 3 and not (x.shape[2] | x.shape[3]) & 1:
+        shape = layer.kernel_size, layer.padding, layer.stride
+        if shape == ((7, 7), (3, 3), (2, 2)) and x.shape[1] == 3 and not (x.shape[2] | x.shape[3]) & 1:
             return stem_conv2d(x, layer)
     return F.conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation)
 
@@ -88,22 +89,25 @@ def dense_conv2d(x: Tensor, layer: nn.Conv2d) -> Tensor:
         """A matrix `[H·W·I, H'·W'·O]`."""
         inputs = x.shape[1] * x.shape[2] * x.shape[3]
         each = torch.eye(inputs, dtype=weight.dtype, device=weight.device).view(inputs, *x.shape[2:], -1)
-        made = F.conv2d(each.permute(0, 3, 1, 2), weight, None, layer.stride, layer.padding, layer.dilation)
+        made = F.conv2d(each.permute(0, 3, 1, 2), weight, None, layer.stride, layer.padding)
         return made.permute(0, 2, 3, 1).flatten(1)
 
     matrix = _once(layer, ("dense", *x.shape[2:]), rearranged)
-    out = [(n - 1) // s + 1 for n, s in zip(x.shape[2:], layer.stride, strict=True)]
+    kernel, stride, padding = layer.kernel_size, layer.stride, layer.padding
+    out = [(x.shape[2 + i] + 2 * int(padding[i]) - kernel[i]) // stride[i] + 1 for i in (0, 1)]
     y = x.permute(0, 2, 3, 1).reshape(x.shape[0], -1) @ matrix
     return y.view(x.shape[0], *out, -1).permute(0, 3, 1, 2)
 
 
 def stem_conv2d(x: Tensor, layer: nn.Conv2d) -> Tensor:
     def rearranged(weight: Tensor) -> Tensor:
-        """`[O, 12, 4, 4]`: the kernel with a row and a column of zeros before it, in blocks of 2×2."""
-        return F.pixel_unshuffle(F.pad(weight, (1, 0, 1, 0)), 2).contiguous(memory_format=torch.channels_last)
+        """`[O, 16, 4, 4]`: the kernel with a row and a column of zeros before it, in blocks of 2×2; zeros for the last
+        four channels, as 16 is a number that matrix units like."""
+        blocks = F.pad(F.pixel_unshuffle(F.pad(weight, (1, 0, 1, 0)), 2), (0, 0, 0, 0, 0, 4))
+        return blocks.contiguous(memory_format=torch.channels_last)
 
     weight = _once(layer, ("stem",), rearranged)
-    blocks = F.pad(F.pixel_unshuffle(x, 2), (2, 1, 2, 1)).contiguous(memory_format=torch.channels_last)
+    blocks = F.pad(F.pixel_unshuffle(x, 2), (2, 1, 2, 1, 0, 4)).contiguous(memory_format=torch.channels_last)
     return F.conv2d(blocks, weight)
 
 

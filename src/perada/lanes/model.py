@@ -50,6 +50,8 @@ class LaneModel:
         self.inert = inert & trained
         self.compute: torch.dtype | None = None
         self._initial: State | None = None
+        stem = getattr(module, "stem", None)  # the name of a module's first layer, where it says so
+        self._stem = None if f"{stem}.weight" in trained else stem
         self._norms = [m for m in module.modules() if isinstance(m, LaneBatchNorm)]
         self._dropouts = [f"{n}.key" for n, m in module.named_modules() if isinstance(m, LaneDropout)]
         self._params = [n for n, _ in module.named_parameters() if n in trained]
@@ -95,6 +97,16 @@ class LaneModel:
     def holds(self, state: State) -> bool:
         """Whether the state is a whole model (it may be just a shared part)."""
         return state.params.keys() >= set(self._params) and state.buffers.keys() >= set(self._buffers)
+
+    @torch.no_grad()
+    def stem(self, images: Tensor) -> Tensor:
+        """What the first layer gives, where that is frozen: always the same for the same images, so it may be kept, or
+        shared by lanes. The model takes it in place of the images. Elsewhere, the images."""
+        if self._stem is None:
+            return images
+        images = images if self.compute is None else images.to(self.compute)
+        found: Tensor = self.module.get_submodule(self._stem)(images)
+        return found
 
     def __call__(self, state: State, images: Tensor, norm: Norm = "running", dropout: Tensor | None = None) -> Tensor:
         """images `[K·B, ...]`, lane-major -> logits `[K, B, classes]`.

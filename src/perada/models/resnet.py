@@ -43,6 +43,8 @@ class BasicBlock(nn.Module):
 class ResNet(nn.Module):
     """Stages of basic blocks; every stage but the first halves the resolution."""
 
+    stem = "conv1"  # may be applied beforehand: see LaneModel.stem
+
     def __init__(self, blocks: tuple[int, ...], widths: tuple[int, ...], classes: int, small_stem: bool) -> None:
         super().__init__()
         kernel, stride = (3, 1) if small_stem else (7, 2)
@@ -60,7 +62,8 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(inputs, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv1(x)
+        if x.shape[1] != self.conv1.out_channels:
+            x = self.conv1(x)
         stem = self.bn1.and_pool if isinstance(self.bn1, LaneBatchNorm) else self._and_pool
         x = stem(x, self.maxpool)
         for i in range(self.stages):

@@ -72,13 +72,16 @@ def _forward(
 
 @triton.jit
 def _gradient(
-    g_ptr, y_ptr, key_ptr, at, mask, k, r, c, channels, pixels, salt, threshold,
-    SCALE: tl.constexpr, RELU: tl.constexpr, DROP: tl.constexpr, ACC: tl.constexpr,
+    centred, g_ptr, y_ptr, weight, bias, key_ptr, at, mask, k, r, c, channels, pixels, salt, threshold,
+    SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The gradient that reaches the norm, behind ReLU (where the output is positive) and dropout."""
     g = tl.load(g_ptr + at, mask=mask, other=0.0).to(ACC)
     if RELU:
-        g = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0) > 0, g, 0.0)
+        if ADD:
+            g = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0) > 0, g, 0.0)
+        else:  # computing the output again is cheaper than reading it
+            g = tl.where(centred * weight[None, :] + bias[None, :] > 0, g, 0.0)
     if DROP:
         g = tl.where(_kept(key_ptr, k, r, c, channels, pixels, salt, threshold), g * SCALE, 0.0)
     return g
@@ -86,8 +89,9 @@ def _gradient(
 
 @triton.jit
 def _backward_sums(
-    x_ptr, g_ptr, y_ptr, mean_ptr, rstd_ptr, key_ptr, part_ptr, rows, channels, pixels, chunk, salt, threshold,
-    SCALE: tl.constexpr, RELU: tl.constexpr, DROP: tl.constexpr, ACC: tl.constexpr,
+    x_ptr, g_ptr, y_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, key_ptr, part_ptr, rows, channels, pixels, stride,
+    chunk, salt, threshold,
+    SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, ACC: tl.constexpr,
     LOOPS: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Σg and Σ g·x̂ of a part of the rows."""
@@ -96,6 +100,8 @@ def _backward_sums(
     inside = c < channels
     mean = tl.load(mean_ptr + k * channels + c, mask=inside, other=0.0)
     rstd = tl.load(rstd_ptr + k * channels + c, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
+    bias = tl.load(bias_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
     first, second = tl.zeros([BC], ACC), tl.zeros([BC], ACC)
     for i in range(LOOPS):
         r = part * chunk + i * BR + tl.arange(0, BR)
@@ -103,8 +109,9 @@ def _backward_sums(
         at = (k * rows + r[:, None]) * channels + c[None, :]
         x = (tl.load(x_ptr + at, mask=mask, other=0.0).to(ACC) - mean[None, :]) * rstd[None, :]
         g = _gradient(
-            g_ptr, y_ptr, key_ptr, at, mask, k, r, c, channels, pixels, salt, threshold, SCALE, RELU, DROP, ACC
-        )
+            x, g_ptr, y_ptr, weight, bias, key_ptr, at, mask, k, r, c, channels, pixels, salt, threshold, SCALE, RELU,
+            ADD, DROP, ACC,
+        )  # fmt: skip
         first += tl.sum(tl.where(mask, g, 0.0), 0)
         second += tl.sum(tl.where(mask, g * x, 0.0), 0)
     at = part_ptr + (k * PARTS + part) * 2 * channels + c
@@ -114,7 +121,7 @@ def _backward_sums(
 
 @triton.jit
 def _backward(
-    x_ptr, g_ptr, y_ptr, extra_ptr, dx_ptr, add_grad_ptr, weight_ptr, mean_ptr, rstd_ptr, part_ptr, key_ptr,
+    x_ptr, g_ptr, y_ptr, extra_ptr, dx_ptr, add_grad_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, part_ptr, key_ptr,
     dweight_ptr, dbias_ptr, rows, channels, pixels, stride, dweight_stride, dbias_stride, salt, threshold,
     SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, EXTRA: tl.constexpr,
     ACC: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
@@ -127,10 +134,14 @@ def _backward(
     mean = tl.load(mean_ptr + k * channels + c, mask=inside, other=0.0)
     rstd = tl.load(rstd_ptr + k * channels + c, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
+    bias = tl.load(bias_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
     at = (k * rows + r[:, None]) * channels + c[None, :]
-    # A residual's gradient is the one before dropout, and dropout never stands with a residual.
-    g = _gradient(g_ptr, y_ptr, key_ptr, at, mask, k, r, c, channels, pixels, salt, threshold, SCALE, RELU, DROP, ACC)
     centred = (tl.load(x_ptr + at, mask=mask, other=0.0).to(ACC) - mean[None, :]) * rstd[None, :]
+    # A residual's gradient is the one before dropout, and dropout never stands with a residual.
+    g = _gradient(
+        centred, g_ptr, y_ptr, weight, bias, key_ptr, at, mask, k, r, c, channels, pixels, salt, threshold, SCALE, RELU,
+        ADD, DROP, ACC,
+    )  # fmt: skip
     if PARTS == 1:
         first = tl.sum(tl.where(mask, g, 0.0), 0)
         second = tl.sum(tl.where(mask, g * centred, 0.0), 0)
@@ -212,17 +223,17 @@ def _gradients(
     g: Tensor,
     x: Tensor,
     y: Tensor,
-    weight: Tensor,
+    affine: tuple[Tensor, Tensor],
     moments: tuple[Tensor, Tensor],
     how: _How,
     add: bool,
     extra: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
     """dx, the residual's gradient and the gradients of weight and bias, `[K, C]` each."""
-    mean, rstd = moments
+    (mean, rstd), (weight, bias) = moments, affine
     cut = tiles(x, mean.shape[0])
     acc, dtype = wide(x)
-    affine = [
+    found = [
         torch.empty(cut.lanes, cut.channels, dtype=weight.dtype, device=x.device) if s is None else s
         for s in how.slots[:2]
     ]
@@ -233,19 +244,20 @@ def _gradients(
         part = torch.empty(cut.lanes, cut.parts, 2, cut.channels, dtype=dtype, device=x.device)
         launch(
             _backward_sums, (cut.lanes, cut.columns, cut.parts),
-            x, g, y, mean, rstd, keys, part, cut.rows, cut.channels, cut.pixels, cut.chunk, salt, threshold,
-            SCALE=scale, RELU=how.relu, DROP=drops, ACC=acc,
-            LOOPS=cut.loops, PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
+            x, g, y, weight, bias, mean, rstd, keys, part, cut.rows, cut.channels, cut.pixels, stride_of(weight),
+            cut.chunk, salt, threshold, SCALE=scale, RELU=how.relu, ADD=add, DROP=drops, ACC=acc,
+            LOOPS=cut.loops, PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1], num_warps=8,
         )  # fmt: skip
+    cut = cut.halved
     launch(
         _backward, cut.grid,
         x, g, y, g if extra is None else extra, dx, dx if residual is None else residual,
-        weight, mean, rstd, part, keys, *affine, cut.rows, cut.channels, cut.pixels, stride_of(weight),
-        affine[0].stride(0), affine[1].stride(0), salt, threshold,
+        weight, bias, mean, rstd, part, keys, *found, cut.rows, cut.channels, cut.pixels, stride_of(weight),
+        found[0].stride(0), found[1].stride(0), salt, threshold,
         SCALE=scale, RELU=how.relu, ADD=add, DROP=drops, EXTRA=extra is not None, ACC=acc,
         PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
     )  # fmt: skip
-    return dx, residual, (affine[0], affine[1])
+    return dx, residual, (found[0], found[1])
 
 
 def unslotted(grads: tuple[Tensor, ...], slots: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> list[Any]:
@@ -261,16 +273,16 @@ class _Norm(torch.autograd.Function):
         x = x.contiguous(memory_format=torch.channels_last)
         add = None if add is None else add.contiguous(memory_format=torch.channels_last)
         y, mean, rstd = _normed(x, weight, bias, how, add)
-        ctx.save_for_backward(x, y if how.relu else x, weight, mean, rstd)
+        ctx.save_for_backward(x, y if how.relu and add is not None else x, weight, bias, mean, rstd)
         ctx.how, ctx.add = how, add is not None
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, y, weight, mean, rstd = ctx.saved_tensors
+        x, y, weight, bias, mean, rstd = ctx.saved_tensors
         g = g.contiguous(memory_format=torch.channels_last)
-        dx, residual, affine = _gradients(g, x, y, weight, (mean, rstd), ctx.how, ctx.add, None)
+        dx, residual, affine = _gradients(g, x, y, (weight, bias), (mean, rstd), ctx.how, ctx.add, None)
         return dx, *unslotted(affine, ctx.how.slots[:2], ctx.needs_input_grad[1:3]), residual, None
 
 
@@ -285,19 +297,19 @@ class _Adapter(torch.autograd.Function):
         y = torch.empty_like(x)  # a copy of x, to which the product is added: baddbmm would make one itself
         z, mean, rstd = _normed(x, weight, bias, how, copy=y)
         _rows(y, matrix).baddbmm_(_rows(z, matrix), matrix.transpose(1, 2))
-        ctx.save_for_backward(x, z, weight, mean, rstd, matrix)
+        ctx.save_for_backward(x, z, weight, bias, mean, rstd, matrix)
         ctx.how = how
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, z, weight, mean, rstd, matrix = ctx.saved_tensors
+        x, z, weight, bias, mean, rstd, matrix = ctx.saved_tensors
         g = g.contiguous(memory_format=torch.channels_last)
         rows, slots = _rows(g, matrix), ctx.how.slots
         dz = _image(torch.bmm(rows, matrix), x)
         dmatrix = torch.bmm(rows.transpose(1, 2), _rows(z, matrix), **({} if slots[2] is None else {"out": slots[2]}))
-        dx, _, affine = _gradients(dz, x, x, weight, (mean, rstd), ctx.how, False, g)
+        dx, _, affine = _gradients(dz, x, x, (weight, bias), (mean, rstd), ctx.how, False, g)
         return dx, *unslotted((*affine, dmatrix), slots, ctx.needs_input_grad[1:4]), None
 
 

@@ -132,7 +132,7 @@ class _NormAndPool(torch.autograd.Function):
         acc, dtype = wide(x)
         out_rows = y.shape[0] // lanes * y.shape[2] * y.shape[3]
         across = min(64, triton.next_power_of_2(channels))
-        parts = max(1, min(64, triton.next_power_of_2(triton.cdiv(out_rows, _BR)), 1024 // lanes))
+        parts = min(triton.next_power_of_2(triton.cdiv(out_rows, _BR)), max(16, 1024 // lanes))
         chunk = triton.cdiv(out_rows, parts)
         part = torch.empty(lanes, parts, 2, channels, dtype=dtype, device=x.device)
         launch(

@@ -93,7 +93,7 @@ def drawn(key, place):
 
 
 class Tiles(NamedTuple):
-    """How the work of one norm is cut into blocks."""
+    """How the work of one norm is cut into blocks; the numbers are the fastest of many on an H200."""
 
     lanes: int
     rows: int
@@ -120,26 +120,28 @@ class Tiles(NamedTuple):
 
     @property
     def warps(self) -> int:
-        return max(4, min(8, self.block[0] * self.block[1] // 1024))
+        return max(4, min(8, self.block[0] * self.block[1] // 1024)) if self.parts == 1 else 4
+
+    @property
+    def halved(self) -> Tiles:
+        """For the kernel that holds the most."""
+        return self if self.parts == 1 else self._replace(block=(self.block[0] // 2, self.block[1]))
 
 
 WHOLE = 1024  # rows that one program can hold, with few enough channels
 
 
 def tiles(x: Tensor, lanes: int, sums: bool = True) -> Tiles:
-    """x `[K·B, C, H, W]`. Without sums over the rows any block does; those with are the fastest of some, on an H200."""
+    """x `[K·B, C, H, W]`. Without sums over the rows any block does. What is fixed here does not depend on the lanes,
+    so that there is less to compile."""
     channels, pixels = x.shape[1], x.shape[2] * x.shape[3]
     rows = x.shape[0] * pixels // lanes
-    if not sums:
-        return Tiles(lanes, rows, channels, pixels, 1, (128, min(64, triton.next_power_of_2(channels))))
-    if rows <= WHOLE:
-        down = triton.next_power_of_2(rows)
-        across = min(32 if rows <= 128 or (rows <= 256 and lanes > 8) else 16, triton.next_power_of_2(channels))
-        return Tiles(lanes, rows, channels, pixels, 1, (down, across))
-    across = min(32, triton.next_power_of_2(channels))
-    down = 64 if lanes <= 2 else 256
-    parts = max(2, min(128, triton.next_power_of_2(triton.cdiv(rows, down))))
-    return Tiles(lanes, rows, channels, pixels, parts, (down, across))
+    if rows <= WHOLE and sums:
+        across = min(32 if rows <= 128 else 16, triton.next_power_of_2(channels))
+        return Tiles(lanes, rows, channels, pixels, 1, (triton.next_power_of_2(rows), across))
+    block = (256, min(32, triton.next_power_of_2(channels)))
+    parts = max(2, min(128, triton.next_power_of_2(triton.cdiv(rows, block[0]))))
+    return Tiles(lanes, rows, channels, pixels, parts, block)
 
 
 def wide(tensor: Tensor) -> tuple[Any, torch.dtype]:
