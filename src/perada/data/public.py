@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..lanes import fast_kernels
 from .federation import Federation
 
 
@@ -39,5 +40,7 @@ class Chunks(Sequence[Tensor]):
     def at(self, number: Tensor) -> Tensor:
         """The chunk of this number, int64 `[1]`, prepared, `[B, 3, H, W]`, or what the first layer makes of it."""
         if self.stems is not None:
-            return self.stems.index_select(0, number)[0].permute(0, 3, 1, 2)
+            kernels = fast_kernels(self.stems.device)
+            found = self.stems[number][0] if kernels is None else kernels.taken(self.stems, number)
+            return found.permute(0, 3, 1, 2)
         return self.federation.plain_views(self.images, self.chunks[number], self.dtype)

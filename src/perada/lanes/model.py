@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from .fast import fast_kernels
 from .layers import LaneBatchNorm, LaneDropout, Norm
 from .state import State, repeat
 
@@ -50,6 +51,7 @@ class LaneModel:
         self.inert = inert & trained
         self.compute: torch.dtype | None = None
         self._initial: State | None = None
+        self._compiled: set[Hashable] = set()  # calls without a gradient whose kernels are there
         stem = getattr(module, "stem", None)  # the name of a module's first layer, where it says so
         self._stem = None if f"{stem}.weight" in trained else stem
         self._norms = [m for m in module.modules() if isinstance(m, LaneBatchNorm)]
@@ -125,6 +127,11 @@ class LaneModel:
         tensors = {**params, **state.buffers}
         if dropout is not None:
             tensors.update(dict.fromkeys(self._dropouts, dropout))
+        kernels = None if torch.is_grad_enabled() else fast_kernels(images.device)
+        if kernels is not None and (norm, state.lanes, images.shape) not in self._compiled:
+            self._compiled.add((norm, state.lanes, images.shape))
+            with kernels.compiling():
+                functional_call(self.module, tensors, (images,))
         logits: Tensor = functional_call(self.module, tensors, (images,))
         logits = logits.reshape(state.lanes, -1, logits.shape[-1])
         return logits.float() if logits.dtype == torch.bfloat16 else logits

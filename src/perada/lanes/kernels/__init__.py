@@ -4,7 +4,7 @@ Every function has a plain counterpart in torch, which runs everywhere else and 
 """
 
 from .flat import adam_step, keep, settle, sgd_step
-from .images import picked, views
+from .images import picked, taken, views
 from .launch import compiling
 from .loss import cross_entropy
 from .norm import Drop, Statistics, lane_adapter, lane_norm
@@ -23,5 +23,6 @@ __all__ = [
     "picked",
     "settle",
     "sgd_step",
+    "taken",
     "views",
 ]

@@ -101,3 +101,17 @@ def picked(
         BLOCK=triton.next_power_of_2(batch),
     )  # fmt: skip
     return samples, found, folded
+
+
+@triton.jit
+def _taken(table_ptr, number_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(table_ptr + tl.load(number_ptr) * size + i, mask=i < size)
+    tl.store(out_ptr + i, value, mask=i < size)
+
+
+def taken(table: Tensor, number: Tensor) -> Tensor:
+    """`table[number]` for an int64 `[1]`, a contiguous table."""
+    made, block = torch.empty_like(table[0]), 4096
+    launch(_taken, (triton.cdiv(made.numel(), block),), table, number, made, made.numel(), BLOCK=block, num_warps=8)
+    return made

@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # then there is nothing to compile
+
 _compiling: tuple[ThreadPoolExecutor, list[Future[Any]]] | None = None
 
 
@@ -26,6 +28,9 @@ def only_compiling() -> bool:
 def compiling() -> Iterator[None]:
     """Kernels started in here do nothing but get compiled, many at a time (Triton keeps them on disk, too)."""
     global _compiling
+    if _compiling is not None or INTERPRETED:
+        yield
+        return
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "perada-compile") as pool:
         _compiling = (pool, [])
         try:

@@ -32,7 +32,7 @@ def statistics(
     BC: tl.constexpr,
 ):  # fmt: skip
     """Σ(x − shift) and Σ(x − shift)² -> mean and 1/σ. The one program of a lane and channel that may `write` hands
-    them to the backward pass and brings the running statistics up to date (the shift is the running mean)."""
+    them to the backward pass and brings the running statistics up to date."""
     count = tl.zeros([BC], ACC) + rows
     moved = first / count
     var = tl.maximum(second / count - moved * moved, 0.0)
@@ -41,9 +41,10 @@ def statistics(
     tl.store(mean_ptr + k * channels + c, mean, mask=mask)
     tl.store(rstd_ptr + k * channels + c, rstd, mask=mask)
     if KEEP:
+        middle = tl.load(running_mean_ptr + k * stride + c, mask=mask, other=0.0).to(ACC)
         spread = tl.load(running_var_ptr + k * stride + c, mask=mask, other=0.0).to(ACC)
+        tl.store(running_mean_ptr + k * stride + c, middle + MOMENTUM * (mean - middle), mask=mask)
         spread += MOMENTUM * (var * (count / (count - 1)) - spread)
-        tl.store(running_mean_ptr + k * stride + c, shift + MOMENTUM * moved, mask=mask)
         tl.store(running_var_ptr + k * stride + c, spread, mask=mask)
     return mean, rstd
 
@@ -90,6 +91,13 @@ def drawn(key, place):
     x = ((x ^ (x >> 16)) + low) * 0x7FEB352D
     x = ((x ^ (x >> 15)) + high) * 0x846CA68B
     return (x ^ (x >> 16)) * 0x7FEB352D
+
+
+@triton.jit
+def kept(key, r, c, channels, pixels, threshold):
+    """`random.keep_mask` of the elements' places in their lane, counted in the order [B, C, H, W]."""
+    place = ((r // pixels)[:, None] * channels + c[None, :]) * pixels + (r % pixels)[:, None]
+    return drawn(key, place).to(tl.int32, bitcast=True) >= threshold
 
 
 class Tiles(NamedTuple):
