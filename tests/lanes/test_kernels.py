@@ -87,7 +87,7 @@ def test_a_frozen_affine_is_shared_and_gets_no_gradient(monkeypatch: pytest.Monk
     both(make, [draw(K * 5, 6, 3, 3)], monkeypatch, 1e-12)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (40, 64, 3, 3), (65, 128, 2, 1)])  # the last two fit matrix units
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dropped", [0.0, 0.3])
 @pytest.mark.parametrize("active", [True, False])
 @pytest.mark.parametrize("whole", [1024, 1])
@@ -110,30 +110,6 @@ def test_adapters(
         return functional_call(adapter, tensors, (x,)), (mean, var)
 
     both(make, inputs, monkeypatch, 1e-12)
-
-
-def test_the_norm_behind_an_adapter_takes_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "WHOLE", 1)
-    channels = 64
-    inputs = [draw(K * 30, channels, 3, 3) * 2 + 3, draw(K, channels, seed=1), draw(K, channels, seed=2)]
-    inputs += [draw(K, channels, channels, 1, 1, seed=3), draw(K, channels, seed=4), draw(K, channels, seed=5)]
-    asked = []
-    taken = norm.take_sums
-    monkeypatch.setattr(norm, "take_sums", lambda *a: asked.append(a) or taken(*a))
-
-    def make(x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor, second: Tensor, third: Tensor) -> Made:
-        adapter, layer = ResidualAdapter(channels, 0.3, "layer").double().eval(), LaneBatchNorm(channels).double()
-        adapter.norm.mode = "train"
-        stats = [torch.zeros(K, channels, dtype=torch.float64) + i % 2 for i in range(4)]
-        tensors = {"norm.weight": weight, "norm.bias": bias, "conv.weight": matrix}
-        tensors |= {"norm.running_mean": stats[0], "norm.running_var": stats[1]}
-        tensors["dropout.key"] = torch.tensor([5, -7, 2**62 + 12345])
-        y = functional_call(adapter, tensors, (x,))
-        after = {"weight": second, "bias": third, "running_mean": stats[2], "running_var": stats[3]}
-        return functional_call(layer, after, (y, None, True)), tuple(stats)
-
-    both(make, inputs, monkeypatch, 1e-12)
-    assert not asked
 
 
 def test_the_elements_dropped_are_those_of_the_plain_path() -> None:

@@ -70,8 +70,8 @@ def lane_conv2d(
 def frozen_conv2d(x: Tensor, layer: nn.Conv2d) -> Tensor:
     """The layer's convolution with its one, frozen, kernel.
 
-    On a GPU some shapes have a better form, with weights rearranged once. A 1×1 is a product. On maps of at most 2×2,
-    with matrix units 4×4, a kernel that mostly multiplies padding is a dense product. The stem's 7×7 of three channels,
+    On a GPU some shapes have a better form, with weights rearranged once. On maps of at most 2×2, with
+    matrix units 4×4, a kernel that mostly multiplies padding is a dense product. The stem's 7×7 of three channels,
     stride 2, is a 4×4 of twelve (blocks of 2×2 pixels), stride 1, which matrix units take to.
     """
     if x.is_cuda and not layer.weight.requires_grad and layer.dilation == (1, 1):
@@ -79,9 +79,6 @@ def frozen_conv2d(x: Tensor, layer: nn.Conv2d) -> Tensor:
         if x.shape[2] * x.shape[3] <= (16 if units else 4):
             return dense_conv2d(x, layer)
         shape = layer.kernel_size, layer.padding, layer.stride
-        if shape[:2] == ((1, 1), (0, 0)):
-            some = x[:, :, :: layer.stride[0], :: layer.stride[1]].permute(0, 2, 3, 1)
-            return F.linear(some, layer.weight.flatten(1)).permute(0, 3, 1, 2)
         if shape == ((7, 7), (3, 3), (2, 2)) and x.shape[1] == 3 and not (x.shape[2] | x.shape[3]) & 1:
             return stem_conv2d(x, layer)
     return F.conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation)

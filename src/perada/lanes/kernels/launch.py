@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # then there is nothing to compile
 
 _compiling: tuple[ThreadPoolExecutor, list[Future[Any]]] | None = None
@@ -17,7 +19,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     if _compiling is None:
         kernel[grid](*args, **meta)
     else:
-        _compiling[1].append(_compiling[0].submit(kernel.warmup, *args, grid=grid, **meta))
+        _compiling[1].append(_compiling[0].submit(_compile, kernel, grid, args, meta))
+
+
+def _compile(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
+    torch.cuda.set_device(next(a.device for a in args if isinstance(a, torch.Tensor)))  # of this thread
+    getattr(kernel.warmup(*args, grid=grid, **meta), "run", None)  # its launcher is made when it is asked for
 
 
 def only_compiling() -> bool:

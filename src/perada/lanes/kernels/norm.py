@@ -15,7 +15,6 @@ from torch.autograd.function import once_differentiable
 
 from ..random import dropout_threshold, folding
 from .launch import launch
-from .product import adapter_backward, adapter_forward, fits
 from .tiles import kept, mixed, reduced, statistics, take_sums, tiles, wide
 
 
@@ -175,8 +174,6 @@ class _How(NamedTuple):
     relu: bool = False
     drop: Drop | None = None
     slots: tuple[Tensor | None, ...] = (None, None, None)  # where the gradients of weight, bias and matrix are written
-    made: list[tuple[Tensor, Tensor]] | Any = ()  # where the sums of y are put, if they are taken on the way
-    sums: tuple[Tensor, Tensor] | None = None  # of x, where whoever made it took them: `take_sums`
 
 
 def _dropout(drop: Drop | None, other: Tensor) -> tuple[Tensor, int, int, float]:
@@ -202,8 +199,7 @@ def _normed(
     keys, salt, threshold, scale = _dropout(how.drop, x)
     part, old = mean, mean
     if cut.parts > 1 and running.how != "running":
-        part, old = how.sums or take_sums(x, running.mean, cut)
-        cut = cut._replace(parts=part.shape[1])
+        part, old = take_sums(x, running.mean, cut)
     launch(
         _forward, cut.grid,
         x, x if add is None else add, y, x if copy is None else copy,
@@ -225,7 +221,6 @@ def _gradients(
     how: _How,
     add: bool = False,
     extra: Tensor | None = None,
-    part: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
     """dx, the residual's gradient and the gradients of weight and bias, `[K, C]` each."""
     (mean, rstd), (weight, bias) = moments, affine
@@ -237,10 +232,8 @@ def _gradients(
     ]
     dx, residual = torch.empty_like(x), torch.empty_like(x) if add else None
     keys, salt, threshold, scale = _dropout(how.drop, x)
-    drops = how.drop is not None
-    if part is not None:  # the sums are there already
-        cut = cut._replace(parts=part.shape[1])
-    elif cut.parts > 1:
+    drops, part = how.drop is not None, mean
+    if cut.parts > 1:
         part = torch.empty(cut.lanes, cut.parts, 2, cut.channels, dtype=dtype, device=x.device)
         launch(
             _backward_sums, (cut.lanes, cut.columns, cut.parts),
@@ -252,7 +245,7 @@ def _gradients(
     launch(
         _backward, cut.grid,
         x, g, y, g if extra is None else extra, dx, dx if residual is None else residual,
-        weight, bias, mean, rstd, mean if part is None else part, keys, *found,
+        weight, bias, mean, rstd, part, keys, *found,
         cut.rows, cut.channels, cut.pixels, stride_of(weight), found[0].stride(0), found[1].stride(0), salt, threshold,
         SCALE=scale, RELU=how.relu, ADD=add, DROP=drops, EXTRA=extra is not None, ACC=acc,
         PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
@@ -294,17 +287,9 @@ class _Adapter(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor, how: _How
     ) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
-        running = how.running
-        cut = tiles(x, running.mean.shape[0])
-        if running.how != "running" and fits(x, cut):
-            kept = running.mean, running.var, running.how == "train", running.momentum, running.eps
-            drop = _dropout(how.drop, x)
-            y, z, mean, rstd, sums = adapter_forward(x, (weight, bias), stride_of(weight), kept, matrix, drop, cut)
-            how.made.append((sums, mean))
-        else:
-            y = torch.empty_like(x)  # a copy of x, to which the product is added: baddbmm would make one itself
-            z, mean, rstd = _normed(x, weight, bias, how, copy=y)
-            _rows(y, matrix).baddbmm_(_rows(z, matrix), matrix.transpose(1, 2))
+        y = torch.empty_like(x)  # a copy of x, to which the product is added: baddbmm would make one itself
+        z, mean, rstd = _normed(x, weight, bias, how, copy=y)
+        _rows(y, matrix).baddbmm_(_rows(z, matrix), matrix.transpose(1, 2))
         ctx.save_for_backward(x, z, weight, bias, mean, rstd, matrix)
         ctx.how = how
         return y
@@ -315,13 +300,9 @@ class _Adapter(torch.autograd.Function):
         x, z, weight, bias, mean, rstd, matrix = ctx.saved_tensors
         g = g.contiguous(memory_format=torch.channels_last)
         rows, slots = _rows(g, matrix), ctx.how.slots
-        cut, sums = tiles(x, mean.shape[0]), None
-        if fits(x, cut):
-            dz, sums = adapter_backward(g, x, (mean, rstd), matrix, _dropout(ctx.how.drop, x), cut)
-        else:
-            dz = _image(torch.bmm(rows, matrix), x)
+        dz = _image(torch.bmm(rows, matrix), x)
         dmatrix = torch.bmm(rows.transpose(1, 2), _rows(z, matrix), **({} if slots[2] is None else {"out": slots[2]}))
-        dx, _, affine = _gradients(dz, x, x, (weight, bias), (mean, rstd), ctx.how, extra=g, part=sums)
+        dx, _, affine = _gradients(dz, x, x, (weight, bias), (mean, rstd), ctx.how, extra=g)
         return dx, *unslotted((*affine, dmatrix), slots, ctx.needs_input_grad[1:4]), None
 
 
@@ -339,7 +320,7 @@ def lane_norm(
     x: Tensor, affine: tuple[Tensor, Tensor], running: Statistics, *, add: Tensor | None = None, relu: bool = False
 ) -> Tensor:
     """ReLU(norm(x) + add). With the running statistics there is no backward pass."""
-    how = _How(running, relu, slots=(*map(slot_of, affine), None), sums=x.__dict__.pop("sums", None))
+    how = _How(running, relu, slots=(*map(slot_of, affine), None))
     made: Tensor = _Norm.apply(x, *affine, add, how)  # type: ignore[no-untyped-call]
     return made
 
@@ -349,12 +330,9 @@ def lane_adapter(
 ) -> Tensor:
     """`x + dropout(norm(x)) Wᵀ`, matrix `[K, C, C, 1, 1]`."""
     slot = slot_of(matrix)
-    taken: list[tuple[Tensor, Tensor]] = []
     slots = (*map(slot_of, affine), None if slot is None else slot.flatten(2))
-    how = _How(running, drop=drop, slots=slots, made=taken)
+    how = _How(running, drop=drop, slots=slots)
     made: Tensor = _Adapter.apply(x, *affine, matrix.flatten(2), how)  # type: ignore[no-untyped-call]
-    if taken:
-        made.sums = taken[0]  # type: ignore[attr-defined]  # for the norm that comes next
     return made
 
 
