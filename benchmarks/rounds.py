@@ -45,11 +45,11 @@ def step_times(sim: Simulation, repeats: int = 5) -> dict[int, list[float]]:
     loop = next(iter(sim.model.__dict__["replays"].values()))
 
     def some(width: int) -> None:
+        loop.run.at.zero_()
         for _ in range(20):
             loop.step(width)
 
-    widths = [w for w in (1, 2, 4, 8, 16) if w <= len(loop.run.finite)]
-    loop.run.at.zero_()
+    widths = [w for w in (1, 2, 4, 8, 16, 32, 64) if w <= len(loop.run.finite)]
     loop.run.counts.fill_(1 << 30)
     loop.run.order.copy_(torch.arange(len(loop.run.order)))
     loop.batches.index.zero_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,10 +17,13 @@ from small import everything, small
 from torch import Tensor, nn
 
 import perada.trainer
+from perada import simulate
 from perada.data.batches import ClientBatches, sample_stream
-from perada.lanes import Result, State, gather, sgd
+from perada.errors import InputError, RunError
+from perada.lanes import Result, State, bytes_per_lane, gather, sgd
 from perada.models import build_backbone
-from perada.simulate import Simulation, prepare
+from perada.runs import RunFolder
+from perada.simulate import Saver, Simulation, lanes_at_once, prepare
 
 METHODS = ["perada", "perada-no-kd", "standalone", "fedavg"]
 
@@ -356,3 +360,70 @@ def test_evaluation_changes_nothing() -> None:
     assert_same_tensors(before, everything(sim))
     sim.step()
     assert_same_tensors(everything(sim), everything(after(2)))
+
+
+def test_checkpoints_written_beside_the_training_are_written_in_order_and_failures_are_raised() -> None:
+    written: list[int] = []
+    saver = Saver(beside=True)
+    for i in range(20):
+        saver.take(lambda i=i: written.append(i))  # type: ignore[misc]
+    saver.close()
+    assert written == list(range(20))
+
+    def full() -> None:
+        raise RunError("cannot write: no space")
+
+    saver = Saver(beside=True)
+    saver.take(full)
+    with pytest.raises(RunError, match="no space"):
+        saver.take(lambda: None)
+    saver.close()
+    saver = Saver(beside=True)
+    saver.take(full)
+    with pytest.raises(RunError, match="no space"):
+        saver.close()
+
+
+def test_a_snapshot_is_of_its_moment(tmp_path: Path) -> None:
+    """Written after the next round, it still holds the round it was taken in."""
+    sim = prepare(small(method__name="perada-no-kd"))
+    folder = RunFolder(tmp_path)
+    sim.step()
+    write, then = sim.snapshot(folder), {n: t.clone() for n, t in everything(sim).items()}
+    sim.step()
+    write()
+    other = prepare(small(method__name="perada-no-kd"))
+    saved, _ = folder.load()
+    assert saved is not None
+    other.restore(saved)
+    assert other.now.round == 1
+    assert_same_tensors(everything(other), then)
+
+
+@pytest.mark.parametrize(("asked", "free", "wanted"), [(0, 1 << 40, 0), (3, 1 << 40, 3), (9, 1 << 40, 0), (0, 5, 4)])
+def test_as_many_lanes_as_there_is_memory_for(
+    asked: int, free: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`free` in bytes, or in lanes."""
+    sim = prepare(small(method__name="perada-no-kd", run__lanes=asked, train__cohort=4))
+    each = bytes_per_lane(sim.model, (8, 8), 8)
+    monkeypatch.setattr(simulate, "free_memory", lambda device: free if free > 100 else free * each)
+    found, line = lanes_at_once(sim)
+    assert found == wanted
+    assert ("take turns" in line) == bool(wanted)
+    assert "GiB" in line
+
+
+def test_without_room_for_one_lane_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "free_memory", lambda device: 1000)
+    with pytest.raises(InputError, match=r"one lane takes about .* lower train.batch"):
+        prepare(small(method__name="ditto"))
+
+
+def test_a_lane_costs_more_with_more_images_and_larger_ones() -> None:
+    model = prepare(small(method__name="perada-no-kd")).model
+    small_one, batch, size = (bytes_per_lane(model, (s, s), b) for s, b in ((8, 8), (8, 16), (16, 8)))
+    own = 6 * model.initial().bytes_per_lane()
+    assert small_one > own
+    assert batch - own == pytest.approx(2 * (small_one - own), rel=0.01)
+    assert size - own == pytest.approx(4 * (small_one - own), rel=0.1)

@@ -53,7 +53,7 @@ class RunOptions:
     precision: Literal["fp32", "tf32", "bf16", "fp64"] = "fp32"  # tf32 and bf16 need a GPU; lanes are kept in fp32
     eval_every: int = 1
     checkpoint_every: int = 1
-    lanes: int = 0  # most lanes trained at once; 0 is all of a cohort's
+    lanes: int = 0  # most lanes trained at once; 0 is all of a cohort's, or as many as there is memory for
     shifts: bool = False  # at the end, test on corrupted copies of the test images too
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)  # of those
 

@@ -214,6 +214,10 @@ class RunFolder:
 
     # checkpoints
 
+    def has_checkpoint(self) -> bool:
+        """Whether files of clients that do not change can be linked to."""
+        return bool(self._hashes)
+
     def save(self, checkpoint: Checkpoint, changed: Iterable[int]) -> None:
         """Write `round-NNNN` beside the others and rename it into place; clients that did not change are
         links to the previous checkpoint's files."""

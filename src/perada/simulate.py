@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,20 @@ from .data.public import Chunks
 from .distill import Server, chunks_of
 from .errors import InputError
 from .evaluate import logits_on, personal_scores, score
-from .lanes import LaneModel, State, fast_kernels, gather, key_of, repeat, rng_of, scatter, stack
+from .lanes import (
+    LaneModel,
+    State,
+    bytes_per_lane,
+    fast_kernels,
+    gather,
+    key_of,
+    on_cpu,
+    repeat,
+    rng_of,
+    scatter,
+    stack,
+)
+from .machine import free_memory
 from .methods import Finisher, Judge, Method, check_upload
 from .models import build_backbone, lane_model, load_into
 from .models.resnet import ResNet
@@ -66,6 +80,7 @@ class Simulation:
         counters = {"bytes_up": 0, "bytes_down": 0, "distilled": 0, "accepted": 0}
         self.now = Moment(0, server, broadcast, repeat(client, len(federation.clients)), counters, {})
         self.seconds = 0.0
+        self.lanes = config.run.lanes  # at once; 0 is all
         self.backbone: dict[str, Tensor] | None = None  # weights the config alone cannot make again
 
     def cohort(self, round: int) -> list[int]:
@@ -136,7 +151,7 @@ class Simulation:
 
     def trainer(self, clients: Sequence[int]) -> Trainer:
         run = self.config.run
-        return Trainer(self.model, self.federation, clients, self.now.round, run.seed, self.config.train, run.lanes)
+        return Trainer(self.model, self.federation, clients, self.now.round, run.seed, self.config.train, self.lanes)
 
     def _server(self, trainer: Trainer) -> Server:
         sizes = [float(len(self.federation.clients[c].train)) for c in trainer.clients]
@@ -159,7 +174,7 @@ class Simulation:
             judge,
             len(self.federation.clients),
             weights,
-            self.config.run.lanes,
+            self.lanes,
         )
 
     def _server_losses(self, candidates: State) -> Tensor:
@@ -189,11 +204,21 @@ class Simulation:
         return {**row, **now.counters, "seconds": self.seconds, **now.last}
 
     def save(self, folder: RunFolder) -> None:
-        now = self.now
-        clients = [now.kept.map(lambda t, m=m: t[m : m + 1]) for m in range(now.kept.lanes)]  # type: ignore[misc]
+        self.snapshot(folder)()
+
+    def snapshot(self, folder: RunFolder) -> Callable[[], None]:
+        """What writes this moment to the folder, whenever it is called: from a GPU all is copied now."""
+        now, everybody = self.now, range(self.now.kept.lanes)
+        clients = [now.kept.map(lambda t, m=m: t[m : m + 1]) for m in everybody]  # type: ignore[misc]
+        server, broadcast = now.server, now.broadcast
+        if self.model.device.type != "cpu":
+            server, broadcast = on_cpu(server), on_cpu(broadcast)
+            written = now.changed if folder.has_checkpoint() else everybody  # the others are links to older files
+            clients = [on_cpu(c) if m in written else c for m, c in enumerate(clients)]
         note = {"counters": now.counters, "last": now.last, "seconds": self.seconds, "finished": now.finished}
-        folder.save(Checkpoint(now.round, now.server, now.broadcast, clients, note), now.changed)
+        checkpoint = Checkpoint(now.round, server, broadcast, clients, note)
         self.now = replace(now, changed=frozenset())
+        return lambda: folder.save(checkpoint, now.changed)
 
     def restore(self, saved: Checkpoint) -> None:
         device, dtype = self.model.device, DTYPES[self.config.run.precision]
@@ -249,10 +274,33 @@ def prepare(
         public.keep_stems(model.stem, torch.cuda.mem_get_info(device)[0] // 4)
     if config.model.weights not in ("embedded", "random"):
         sim.backbone = {k: t for k, t in net.state_dict().items() if not k.endswith("num_batches_tracked")}
+    if to_train:
+        sim.lanes, line = lanes_at_once(sim)
+        say(line)
     say(federation.about_images())  # last: a refusal is one line
     if device.type == "cuda" and fast_kernels(device) is None:
         say("warning: no Triton here, so no kernels for lanes: the same results, slower")
     return sim
+
+
+def lanes_at_once(sim: Simulation) -> tuple[int, str]:
+    """How many lanes to train at once (0: all), and what that costs in memory."""
+    asked, device = sim.config.run.lanes, sim.model.device
+    height, width = sim.federation.images.shape[-2:]
+    each = bytes_per_lane(sim.model, (int(height), int(width)), sim.config.train.batch)
+    cohort = sim.config.train.cohort or len(sim.federation.clients)
+    lanes, free = sim.method.parts.copies * cohort, free_memory(device)
+    fit = int(0.9 * free / each)
+    if fit < 1:
+        raise InputError(
+            f"one lane takes about {each / 2**30:.1f} GiB and {device.type} has {free / 2**30:.1f} free: lower "
+            "train.batch, or take a machine with more memory"
+        )
+    chosen = min(asked or lanes, lanes)
+    if not asked and fit < lanes:
+        chosen = fit
+    what = f"{chosen} lanes at once, about {chosen * each / 2**30:.1f} GiB of {free / 2**30:.1f} free"
+    return (chosen if chosen < lanes else 0), what + (f"; {lanes} lanes take turns" if chosen < lanes else "")
 
 
 def _arithmetic(precision: str, device: torch.device) -> None:
@@ -341,6 +389,34 @@ def pretraining(config: Config) -> Config:
     )
 
 
+class Saver:
+    """Writes checkpoints, one after another: `beside` the training, where that leaves a processor idle."""
+
+    def __init__(self, beside: bool) -> None:
+        self._thread = ThreadPoolExecutor(1, "perada-save") if beside else None
+        self._last: Future[None] | None = None
+
+    def take(self, write: Callable[[], None]) -> None:
+        """Waits for the one before, and raises what went wrong with it."""
+        self._wait()
+        if self._thread is None:
+            write()
+        else:
+            self._last = self._thread.submit(write)
+
+    def close(self) -> None:
+        try:
+            self._wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+
+    def _wait(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+
 def run(
     sim: Simulation,
     folder: RunFolder,
@@ -353,13 +429,14 @@ def run(
     """
     options, last = sim.config.run, sim.config.train.rounds
     rows = {r["round"]: r for r in folder.metrics()}
+    saver = Saver(beside=sim.model.device.type != "cpu")
     try:
         while True:
             at = sim.now.round
             if at == last and not sim.now.finished:
                 sim.finish()
                 if sim.now.finished:
-                    sim.save(folder)
+                    saver.take(sim.snapshot(folder))
             due = at == last or (at and at % options.eval_every == 0)
             if due and at not in rows:  # it may be there already: the run was stopped just after it
                 rows[at] = sim.evaluate(splits)
@@ -369,8 +446,10 @@ def run(
                 return rows[at]
             sim.step()
             if sim.now.round % options.checkpoint_every == 0 or sim.now.round == last:
-                sim.save(folder)
+                saver.take(sim.snapshot(folder))
     except KeyboardInterrupt:
         if sim.now.changed:
-            sim.save(folder)
+            saver.take(sim.snapshot(folder))
         raise
+    finally:
+        saver.close()

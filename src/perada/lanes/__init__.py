@@ -14,9 +14,10 @@ from .layers import (
     Norm,
     ResidualAdapter,
 )
+from .memory import bytes_per_lane
 from .model import NOTHING, Group, LaneModel, divide
 from .random import fold, key_of, rng_of, uniform
-from .state import State, gather, join, mean, merge, mix, part, repeat, scale, scatter, split, stack
+from .state import State, gather, join, mean, merge, mix, on_cpu, part, repeat, scale, scatter, split, stack
 from .train import Batch, Batches, Gradient, Loss, Options, Pull, Result, Update, loop, sgd
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "State",
     "Update",
     "adapt",
+    "bytes_per_lane",
     "default_groups",
     "divide",
     "fast_kernels",
@@ -51,6 +53,7 @@ __all__ = [
     "mean",
     "merge",
     "mix",
+    "on_cpu",
     "part",
     "repeat",
     "rng_of",

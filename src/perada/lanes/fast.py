@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from types import ModuleType
 
 import torch
 
+_plain = False
 DEVICES = ("cuda",)  # tests add the CPU, where Triton's interpreter runs them
 
 
@@ -24,4 +27,15 @@ def _kernels() -> ModuleType | None:
 
 def fast_kernels(device: torch.device) -> ModuleType | None:
     """The GPU kernels for this device, where there are any."""
-    return _kernels() if device.type in DEVICES else None
+    return _kernels() if device.type in DEVICES and not _plain else None
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """Without kernels: for a single pass they would not be worth compiling."""
+    global _plain
+    before, _plain = _plain, True
+    try:
+        yield
+    finally:
+        _plain = before

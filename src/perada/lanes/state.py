@@ -86,6 +86,16 @@ def flattened(state: State) -> State:
     return state.with_flat(one(state.params), one(state.buffers))
 
 
+def on_cpu(state: State) -> State:
+    """A copy there, in two transfers instead of one a tensor."""
+    if not state.lanes:
+        return state
+    flat = flattened(state).flat
+    assert flat is not None
+    params, buffers = (t.cpu() for t in flat)
+    return State(views(state.params, params), views(state.buffers, buffers))
+
+
 def _zip(states: Sequence[State], fn: Callable[[list[Tensor]], Tensor]) -> State:
     first = states[0]
     for other in states[1:]:
