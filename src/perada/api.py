@@ -24,7 +24,7 @@ from .config import Config, resolve
 from .data import Federation, build_federation, data_home, named_sets, place_of, read_image
 from .errors import InputError, Interrupted, RunError, unknown
 from .evaluate import Scores, all_scores_on, personal_scores, scores_on
-from .lanes import State
+from .lanes import Pool, State
 from .methods import method_sizes
 from .models import count_groups
 from .report import write_report
@@ -194,11 +194,12 @@ def train(
     backbone: Path | None = None,
     on_round: Callable[[Progress], None] = lambda progress: None,
     say: Say = lambda text: None,
+    pool: Pool | None = None,
 ) -> Run:
     """Train a preset or a TOML file; the same keys as on the command line.
 
     `federation` saves loading the same data again, where several runs share them; `backbone` is what FedAvg
-    pretraining (`model.weights=fedavg`) gave an earlier run.
+    pretraining (`model.weights=fedavg`) gave an earlier run; `pool` trains its lanes together with other runs'.
     """
     source = source or default_source(data)
     overrides = dict(set or {})
@@ -219,6 +220,7 @@ def train(
         run.folder.write_json("data.json", _data_facts(sim.federation))
     if sim.backbone is not None and run.folder.backbone is None:
         run.folder.save_backbone(sim.backbone)
+    sim.model.pool = pool
     # The run is at its newest checkpoint: no need to read that again.
     run.__dict__.update(simulation=sim, federation=sim.federation)
     with locked(run.path), resumable(run.path):

@@ -14,6 +14,7 @@ from .api import Run, default_source, free_path, load, newest_path, resumable, s
 from .config import Config, resolve
 from .data import Federation, build_federation
 from .errors import InputError, Interrupted, RunError
+from .lanes import Pool
 from .plan import (
     absolute,
     again,
@@ -35,7 +36,7 @@ from .plan import (
 from .report import write_report
 from .runs import device_of, write_atomic
 from .simulate import Progress, Say
-from .workers import jobs_for, work_through
+from .workers import jobs_for, share_lanes, work_through
 
 PLAN = "plan.json"
 
@@ -134,8 +135,16 @@ def _go_through(
         on_run(finished, len(names), "done" if finished == len(names) else f"{name} done")
 
     on_run(len(names) - len(left), len(names), left[0] if left else "done")
-    if (jobs or jobs_for(len(left), federation.device)) > 1:
-        _all_at_once(found, left, jobs or jobs_for(len(left), federation.device), here, done, speak)
+    many = jobs or jobs_for(len(left), federation.device)
+    if many > 1 and federation.device.type == "cpu":
+        _all_at_once(found, left, many, here, done, speak)
+        left = []
+    elif many > 1:
+
+        def at(text: str) -> None:
+            on_run(sum(map(found.finished, names)), len(names), text)
+
+        share_runs(found, left, many, here, federation, at, done, speak)
         left = []
     for name in left:
         on_run(sum(map(found.finished, names)), len(names), name)
@@ -199,6 +208,36 @@ def _configs(source: str, plan: Mapping[str, Any]) -> dict[str, Config]:
     }
 
 
+def share_runs(
+    found: Comparison,
+    names: Sequence[str],
+    jobs: int,
+    here: dict[str, Any],
+    federation: Federation,
+    at: Callable[[str], None],
+    done: Callable[[str], None],
+    say: Say,
+) -> None:
+    """In one process, their lanes trained together."""
+
+    def one(name: str, pool: Pool) -> None:
+        def on_round(progress: Progress) -> None:
+            _warn(name, progress, say)
+            at(f"{name} and others, round {progress.round} of {progress.rounds}")
+
+        _train(found, name, here, federation, on_round, say, pool)
+
+    try:
+        share_lanes(names, jobs, one, done)
+    except KeyboardInterrupt as stop:
+        raise Interrupted(found.path) from stop
+
+
+def _warn(name: str, progress: Progress, say: Say) -> None:
+    for client in progress.failed:
+        say(f"warning: {name}: {client}: training stopped being finite; kept its last state")
+
+
 def _all_at_once(
     found: Comparison, names: Sequence[str], jobs: int, here: dict[str, Any], done: Callable[[str], None], say: Say
 ) -> None:
@@ -215,11 +254,7 @@ def _worker(path: Path, here: dict[str, Any]) -> Callable[[str, Say], None]:
     federation = build_federation(first.data, device_of(first.run.device))
 
     def work(name: str, say: Say) -> None:
-        def on_round(progress: Progress) -> None:
-            for client in progress.failed:
-                say(f"warning: {name}: {client}: training stopped being finite; kept its last state")
-
-        _train(found, name, here, federation, on_round, say)
+        _train(found, name, here, federation, lambda progress: _warn(name, progress, say), say)
 
     return work
 
@@ -231,6 +266,7 @@ def _train(
     federation: Federation,
     on_round: Callable[[Progress], None],
     say: Say,
+    pool: Pool | None = None,
 ) -> None:
     path = found.path / name
     started = (path / "config.toml").is_file()
@@ -247,6 +283,7 @@ def _train(
             backbone=shared if shared is not None and shared.is_file() else None,
             on_round=on_round,
             say=say,
+            pool=pool,
         )
         keep_backbone(run.folder.backbone, shared)
     except Interrupted as stop:

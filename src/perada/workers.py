@@ -1,4 +1,4 @@
-"""Several runs of a comparison at once, one process and one thread each: what many cores are good for without a GPU."""
+"""Several runs of a comparison at once: a process each where there are cores, in one pool of lanes on a GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
 from queue import Empty
@@ -13,15 +14,54 @@ from typing import Any
 
 import torch
 
-from .errors import RunError
+from .errors import Interrupted, RunError
+from .lanes import Pool
 from .machine import cores, keep_memory
 
 Work = Callable[[str, Callable[[str], None]], None]
 
 
 def jobs_for(runs: int, device: torch.device) -> int:
-    """A core each, two runs a process at least (a process takes seconds to start), four processes at most (memory)."""
-    return 1 if device.type != "cpu" else max(1, min(cores(), runs // 2, 4))
+    """A core each, two runs a process at least (a process takes seconds to start), four processes at most (memory). On
+    a GPU the runs share a process and its lanes."""
+    return min(runs, 6) if device.type == "cuda" else max(1, min(cores(), runs // 2, 4))
+
+
+def share_lanes(
+    names: Sequence[str],
+    jobs: int,
+    train: Callable[[str, Pool], None],
+    done: Callable[[str], None],
+) -> None:
+    """Do all of `names`, `jobs` at a time, in threads that take turns: `train(name, pool)`.
+
+    The first failure or an interrupt ends the others as Ctrl-C would, so that they save what they have.
+    """
+    many, failures = min(jobs, len(names)), list[BaseException]()
+    pool, left = Pool(many), iter(names)
+
+    def work() -> None:
+        with pool.member():
+            for name in left:  # only one thread has its turn
+                try:
+                    if not failures:
+                        train(name, pool)
+                        done(name)
+                except BaseException as error:
+                    failures.append(error)
+                    pool.stop()
+
+    with ThreadPoolExecutor(many, "perada-run") as threads:
+        running = [threads.submit(work) for _ in range(many)]
+        try:
+            for one in running:
+                one.result()
+        except BaseException as error:
+            failures.insert(0, error)
+            pool.stop()
+    real = [e for e in failures if not isinstance(e, (KeyboardInterrupt, Interrupted))]
+    if failures:
+        raise (real or failures)[0]
 
 
 def work_through(

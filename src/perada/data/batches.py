@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..lanes import Batch, fast_kernels, fold, key_of, rng_of
@@ -96,6 +98,23 @@ class ClientBatches:
         self.index[:, : other.index.shape[1]].copy_(other.index)
         self.row.copy_(other.row)
         self.keys.copy_(other.keys)
+
+    # What lanes of several trainings need (lanes/pool.py).
+
+    def merge_key(self) -> Hashable:
+        held = self.federation
+        return (
+            None if held.stream else (id(held.images), id(held.targets), held.augment, self.index.shape[2], self.dtype)
+        )
+
+    def merged(self, others: Sequence[ClientBatches]) -> ClientBatches:
+        every = [self, *others]
+        whole, longest = copy.copy(self), max(b.index.shape[1] for b in every)
+        whole.index = torch.cat([F.pad(b.index, (0, 0, 0, longest - b.index.shape[1])) for b in every])
+        first = itertools.accumulate((len(b.index) for b in every), initial=0)
+        whole.row = torch.cat([b.row + at for b, at in zip(every, first, strict=False)])
+        whole.keys = torch.cat([b.keys for b in every])
+        return whole
 
     def _fetched(self, step: int, lanes: Tensor) -> Tensor:
         """This step's images, which were asked for a step ago, and a start on the next step's."""

@@ -16,6 +16,7 @@ from .layers import (
 )
 from .memory import bytes_per_lane
 from .model import NOTHING, Group, LaneModel, divide
+from .pool import Pool
 from .random import fold, key_of, rng_of, uniform
 from .state import State, gather, join, mean, merge, mix, on_cpu, part, repeat, scale, scatter, split, stack
 from .train import Batch, Batches, Gradient, Loss, Options, Pull, Result, Update, loop, sgd
@@ -35,6 +36,7 @@ __all__ = [
     "Loss",
     "Norm",
     "Options",
+    "Pool",
     "Pull",
     "ResidualAdapter",
     "Result",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,9 @@ from torch.func import functional_call
 from .fast import fast_kernels
 from .layers import LaneBatchNorm, LaneDropout, Norm
 from .state import State, repeat
+
+if TYPE_CHECKING:
+    from .pool import Pool
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class LaneModel:
         self.groups = dict(groups)
         self.inert = inert & trained
         self.compute: torch.dtype | None = None
+        self.pool: Pool | None = None  # where its loops are run together with others
         self._initial: State | None = None
         self._compiled: set[Hashable] = set()  # calls without a gradient whose kernels are there
         stem = getattr(module, "stem", None)  # the name of a module's first layer, where it says so
@@ -65,6 +71,13 @@ class LaneModel:
             if isinstance(m, LaneBatchNorm)
             for b in ("running_mean", "running_var")
         ]
+
+    @cached_property
+    def signature(self) -> Hashable:
+        """What models have in common that compute the same from the same lanes."""
+        from .pool import signature
+
+        return signature(self)
 
     @property
     def device(self) -> torch.device:

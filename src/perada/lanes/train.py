@@ -159,21 +159,50 @@ def loop(
     slots: how many lanes there is room for at once; 0 is all.
     key: says that another call with the same key, shapes and options would run the same `update`. On a GPU the steps
     of such a loop are recorded once and replayed from then on (`replay.py`), and lanes take turns in the slots;
-    otherwise one group of lanes is trained after another.
+    otherwise one group of lanes is trained after another. With a key, a loop may also be run together with others
+    (`pool.py`).
     """
-    lanes = max(s.lanes for s in start)
-    _one_each(lanes, steps=steps)
-    slots = min(slots or lanes, lanes)
-    replay = recorded(model, start, batches, loss, update, options, key, slots) if any(steps) else None
-    if replay is not None:
-        return replay.train(start, batches, steps)
+    _one_each(max(s.lanes for s in start), steps=steps)
+    job = Job(model, start, batches, loss, steps, update, options, key, slots)
+    return alone(job) if model.pool is None or key is None or not any(steps) else model.pool.run(job)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `loop` was asked for."""
+
+    model: LaneModel
+    start: tuple[State, ...]
+    batches: Batches
+    loss: Loss
+    steps: Sequence[int]
+    update: Update
+    options: Options
+    key: Hashable
+    slots: int
+
+
+@torch.no_grad()
+def alone(job: Job) -> Result:
+    """Run it."""
+    lanes, steps = max(s.lanes for s in job.start), job.steps
+    slots = min(job.slots or lanes, lanes)
+    if any(steps):
+        replay = recorded(
+            job.model, job.start, job.batches, job.loss, job.update, job.options, job.key, slots
+        )  # fmt: skip
+        if replay is not None:
+            return replay.train(job.start, job.batches, steps)
     parts = []
     for first in range(0, lanes, slots):
         at = range(first, min(first + slots, lanes))
-        states = tuple(gather(s, at) if s.lanes == lanes else s for s in start)
-        parts.append(_group(model, states, batches, loss, [steps[k] for k in at], update, options, at))
-    own = [s.lanes == lanes for s in start]
-    done = tuple(stack(*(p.states[i] for p in parts)) if mine else parts[-1].states[i] for i, mine in enumerate(own))
+        states = tuple(gather(s, at) if s.lanes == lanes else s for s in job.start)
+        count = [steps[k] for k in at]
+        parts.append(_group(job.model, states, job.batches, job.loss, count, job.update, job.options, at))
+    done = tuple(
+        stack(*(p.states[i] for p in parts)) if s.lanes == lanes else parts[-1].states[i]
+        for i, s in enumerate(job.start)
+    )
     longest = max(steps, default=0)
     trace = torch.cat([F.pad(p.trace, (0, 0, 0, longest - len(p.trace)), value=torch.nan) for p in parts], 1)
     return Result(done, trace, tuple(k for p in parts for k in p.failed))

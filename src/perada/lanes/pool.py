@@ -1,0 +1,170 @@
+"""Several trainings as one: loops that would run the same step on the same frozen weights are run together.
+
+A step costs nearly the same for few lanes and for some more, so seeds, hyper-parameters and methods of a comparison
+share theirs. Each training is a thread of its own that knows nothing of the others: only one of them computes at a
+time, and when all wait for a loop, the last one runs the loops of all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+
+from .model import LaneModel
+from .state import State, repeat, stack
+
+if TYPE_CHECKING:
+    from .train import Job, Result
+
+
+@runtime_checkable
+class Mergeable(Protocol):
+    """Batches that can be asked for together with others."""
+
+    def merge_key(self) -> Hashable:
+        """What they must have in common."""
+
+    def merged(self, others: Sequence[Any]) -> Any:
+        """One for all their lanes, these first."""
+
+
+@dataclass
+class _Waiting:
+    job: Job
+    result: Result | None = None
+    error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.result is not None or self.error is not None
+
+
+class Pool:
+    """members: how many threads there are; limit: how many lanes there is room for at once."""
+
+    def __init__(self, members: int, limit: int = 64) -> None:
+        self.limit = limit
+        self._turn = threading.Condition()
+        self._members = members
+        self._waiting: list[_Waiting] = []
+        self._models: dict[Hashable, LaneModel] = {}
+        self._stopped = False
+
+    @contextmanager
+    def member(self) -> Iterator[None]:
+        """What one of the threads does, from its beginning to its end."""
+        with self._turn:
+            try:
+                yield
+            finally:
+                self._members -= 1
+                self._run_if_all_wait()
+
+    def stop(self) -> None:
+        """Interrupts every training at its next loop."""
+        self._stopped = True  # without asking for the turn, which may be a long time away
+        threading.Thread(target=self._wake, daemon=True).start()
+
+    def _wake(self) -> None:
+        with self._turn:
+            self._turn.notify_all()
+
+    def run(self, job: Job) -> Result:
+        """What `job` alone would give, to rounding."""
+        mine = _Waiting(job)
+        if self._stopped:
+            raise KeyboardInterrupt
+        self._waiting.append(mine)
+        self._run_if_all_wait()
+        while not mine.done:
+            self._turn.wait()
+            if self._stopped and not mine.done:
+                self._waiting.remove(mine)
+                raise KeyboardInterrupt
+        if mine.error is not None:
+            raise mine.error
+        assert mine.result is not None
+        return mine.result
+
+    def _run_if_all_wait(self) -> None:
+        if not self._waiting or len(self._waiting) < self._members:
+            return
+        groups: dict[Hashable, list[_Waiting]] = {}
+        for one in self._waiting:
+            groups.setdefault(self._alike(one.job), []).append(one)
+        self._waiting = []
+        for key, group in groups.items():
+            try:
+                first = self._models.setdefault(key[0], group[0].job.model) if isinstance(key, tuple) else None
+                for one, result in zip(group, _together([w.job for w in group], first, self.limit), strict=True):
+                    one.result = result
+            except BaseException as error:
+                for one in group:
+                    one.error = error
+        self._turn.notify_all()
+
+    @staticmethod
+    def _alike(job: Job) -> Hashable:
+        """Jobs that agree on this can be run as one."""
+        if not isinstance(job.batches, Mergeable) or job.batches.merge_key() is None:
+            return id(job)
+        lanes = max(s.lanes for s in job.start)
+        shapes = tuple(
+            (n, s.lanes == 0, tuple(t.shape[1:])) for s in job.start for n, t in {**s.params, **s.buffers}.items()
+        )
+        return job.model.signature, job.key, job.options, job.loss, shapes, job.batches.merge_key(), lanes > 0
+
+
+def _together(jobs: Sequence[Job], model: LaneModel | None, limit: int) -> list[Result]:
+    from .train import Result, alone
+
+    if len(jobs) == 1:
+        return [alone(jobs[0] if model is None else replace(jobs[0], model=model))]
+    sizes = [max(s.lanes for s in j.start) for j in jobs]
+    start = tuple(
+        stack(*(_own(s, n) for s, n in zip(states, sizes, strict=True))) if states[0].lanes else State()
+        for states in zip(*(j.start for j in jobs), strict=True)
+    )
+    slots = min([j.slots for j in jobs if j.slots] + [limit])
+    whole = replace(
+        jobs[0],
+        model=model or jobs[0].model,
+        start=start,
+        batches=jobs[0].batches.merged([j.batches for j in jobs[1:]]),  # type: ignore[attr-defined]
+        steps=[n for j in jobs for n in j.steps],
+        slots=slots,
+    )
+    found, out, first = alone(whole), [], 0
+    for job, size in zip(jobs, sizes, strict=True):
+        at = slice(first, first + size)
+        states = tuple(
+            s.map(lambda t, at=at: t[at].clone()) if own.lanes == size else own  # type: ignore[misc]
+            for s, own in zip(found.states, job.start, strict=True)
+        )
+        failed = tuple(k - first for k in found.failed if first <= k < first + size)
+        out.append(Result(states, found.trace[: max(job.steps, default=0), at], failed))
+        first += size
+    return out
+
+
+def _own(state: State, lanes: int) -> State:
+    """A state that lanes share, as one each: others' lanes do not share it."""
+    return state if state.lanes == lanes else repeat(state, lanes)
+
+
+def signature(model: LaneModel) -> Hashable:
+    """Equal for models that compute the same from the same lanes."""
+    parts: list[Hashable] = [model.compute, model.device, tuple(sorted(model.inert))]
+    lanes = {**model.initial().params, **model.initial().buffers}
+    for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]:
+        frozen = name not in lanes
+        numbers = tensor.detach().double().flatten()
+        draw = torch.linspace(0.5, 1.5, numbers.numel(), dtype=torch.float64, device=numbers.device)
+        parts.append((name, tuple(tensor.shape), float((numbers * draw).sum()) if frozen and numbers.numel() else None))
+    settings = [(n, type(m).__name__, getattr(m, "p", None)) for n, m in model.module.named_modules()]
+    return (*parts, *settings)
