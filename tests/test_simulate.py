@@ -22,8 +22,9 @@ from perada.data.batches import ClientBatches, sample_stream
 from perada.errors import InputError, RunError
 from perada.lanes import Result, State, bytes_per_lane, gather, sgd
 from perada.models import build_backbone
+from perada.rounds import Saver
 from perada.runs import RunFolder
-from perada.simulate import Saver, Simulation, lanes_at_once, prepare
+from perada.simulate import Simulation, lanes_at_once, prepare
 
 METHODS = ["perada", "perada-no-kd", "standalone", "fedavg"]
 

@@ -28,9 +28,10 @@ from .lanes import Pool, State
 from .methods import method_sizes
 from .models import count_groups
 from .report import write_report
+from .rounds import Progress
+from .rounds import run as run_rounds
 from .runs import RunFolder, device_of, locked, write_atomic
-from .simulate import DTYPES, Progress, Say, Simulation, prepare
-from .simulate import run as run_rounds
+from .simulate import DTYPES, Say, Simulation, prepare
 
 
 class Run:
@@ -60,6 +61,8 @@ class Run:
     @cached_property
     def federation(self) -> Federation:
         """Who holds what; needs the data, not the weights."""
+        if (self.path / "flower.json").is_file():
+            raise InputError(f"the images of {self.path} are at its sites: nothing here can be computed from them")
         found = build_federation(self.config.data, device_of(self.config.run.device))
         self.folder.check_data(_data_facts(found))
         return found
@@ -142,19 +145,28 @@ class Run:
 
     def export(self, client: str, out: Path, merged: bool = False) -> None:
         """The personal part as safetensors; with `merged` the whole network, ready for `load_state_dict`."""
-        if out.suffix != ".safetensors":
-            raise InputError(f"--out {out}: the name must end in .safetensors")
+        check_out(out)
         if merged:
             held = {k: t.detach().clone() for k, t in self.model(client).state_dict().items()}
         else:
             state = self.state(client)
             held = {n: t[0].clone() for part in (state.params, state.buffers) for n, t in part.items()}
-        about = {"perada": __version__, "client": client, "method": self.config.method_name}
-        about |= {"backbone": self.config.model.backbone, "classes": ",".join(self.federation.classes)}
-        try:
-            write_atomic(out, save({n: t.cpu().contiguous() for n, t in held.items()}, about))
-        except OSError as error:
-            raise InputError(f"cannot write {out}: {error.strerror}") from error
+        write_weights(out, held, self.config, client, self.federation.classes)
+
+
+def check_out(out: Path) -> None:
+    if out.suffix != ".safetensors":
+        raise InputError(f"--out {out}: the name must end in .safetensors")
+
+
+def write_weights(out: Path, held: Mapping[str, Tensor], config: Config, client: str, classes: Sequence[str]) -> None:
+    """A client's weights as one safetensors file that says what it is."""
+    about = {"perada": __version__, "client": client, "method": config.method_name}
+    about |= {"backbone": config.model.backbone, "classes": ",".join(classes)}
+    try:
+        write_atomic(out, save({n: t.cpu().contiguous() for n, t in held.items()}, about))
+    except OSError as error:
+        raise InputError(f"cannot write {out}: {error.strerror}") from error
 
 
 def load(path: str | Path, *, data: str | None = None, device: str = "auto") -> Run:
@@ -225,6 +237,9 @@ def train(
     run.__dict__.update(simulation=sim, federation=sim.federation)
     with locked(run.path), resumable(run.path):
         _finish(run, run_rounds(sim, run.folder, on_round))
+    asked, empty = sim.model.lane_steps
+    if asked:
+        say(f"{asked:,} lane-steps; {empty / (asked + empty):.1%} more in slots that stood empty")
     return run
 
 
@@ -287,12 +302,12 @@ def _resume(
     say: Say,
     on_round: Callable[[Progress], None],
 ) -> tuple[Run, Simulation]:
-    """The run as its folder describes it. Only the device, the number of rounds and where your own data are may
-    be given anew."""
+    """The run as its folder describes it. Only the device, its lanes, the number of rounds and where your own data
+    are may be given anew."""
     path = Path(out) if out is not None else newest_path(default_out(source, resolve(source, overrides)))
     folder = RunFolder.open(path)
     stored = str(path / "config.toml")
-    may = {k: v for k, v in overrides.items() if k in ("run.device", "train.rounds", "data.root")}
+    may = {k: v for k, v in overrides.items() if k in ("run.device", "run.lanes", "train.rounds", "data.root")}
     if resolve(stored, overrides) != (config := resolve(stored, may)):
         key = next(k for k in overrides if resolve(stored, {**may, k: overrides[k]}) != config)
         raise InputError(f"{path} was made with another {key}: resume it without that setting, or choose another --out")
@@ -323,24 +338,29 @@ def newest_path(path: Path) -> Path:
     return max(found, key=lambda p: p.stat().st_mtime)
 
 
-def _finish(run: Run, row: dict[str, Any]) -> None:
-    """summary.json and report.html."""
-    sim = run.simulation
-    backbone, classes = run.config.model.backbone, len(sim.federation.classes)
+def summary_of(run: Run, federation: Federation, clients: int, device: torch.device, row: dict[str, Any]) -> Any:
+    """What summary.json says: the last evaluation and what it took."""
+    backbone, classes = run.config.model.backbone, len(federation.classes)
     sizes = method_sizes(run.config.method_name, backbone, classes)
-    summary = {
+    return {
         "name": run.path.name,
-        "data": sim.federation.name,
+        "data": federation.name,
         "method": run.config.method_name,
-        "metric": "auc" if sim.federation.multilabel else "accuracy",
+        "metric": "auc" if federation.multilabel else "accuracy",
         **row,
-        "cohort": run.config.train.cohort or len(sim.federation.clients),
+        "cohort": run.config.train.cohort or clients,
         "guarded": run.config.distill.guard != "none",
         "parameters": {**sizes, "full": count_groups(backbone, classes)["full"]["parameters"]},
         "versions": {"perada": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "device": str(sim.model.device),
+        "device": str(device),
         "threads": torch.get_num_threads(),
     }
+
+
+def _finish(run: Run, row: dict[str, Any]) -> None:
+    """summary.json and report.html."""
+    sim = run.simulation
+    summary = summary_of(run, sim.federation, len(sim.federation.clients), sim.model.device, row)
     pretrained = RunFolder(run.path / "pretrain").metrics()
     if pretrained:  # full models crossed the network then
         summary["pretrain"] = {k: pretrained[-1][k] for k in ("round", "bytes_up", "bytes_down", "seconds")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +37,10 @@ from .watch import err, watched
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 data_app = typer.Typer(no_args_is_help=True, help="Fetch the data sets of the paper.")
 app.add_typer(data_app, name="data")
+if find_spec("flwr"):
+    from .flower.commands import app as flower_app
+
+    app.add_typer(flower_app, name="flower")
 out = Console(markup=False)
 
 Source = Annotated[
@@ -49,6 +54,7 @@ Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", he
 Methods = Annotated[str | None, typer.Option(metavar="A,B,C | all", help="default all")]
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+Lanes = Annotated[str | None, typer.Option(metavar="auto | N", help="most lanes at once; auto: as many as fit")]
 DataPath = Annotated[
     str | None, typer.Option("--data", metavar="PATH", help="your own: site/class/image.png, .npz or .csv")
 ]
@@ -58,8 +64,13 @@ def _print_json(value: object) -> None:
     print(json.dumps(value, indent=1))
 
 
-def _overrides(sets: Sequence[str] | None) -> dict[str, Any]:
-    return dict(parse_setting(s) for s in sets or [])
+def _overrides(sets: Sequence[str] | None, lanes: str | None = None) -> dict[str, Any]:
+    found = dict(parse_setting(s) for s in sets or [])
+    if lanes is not None:
+        if lanes != "auto" and not (lanes.isdigit() and int(lanes)):
+            raise InputError(f"--lanes {lanes}: auto, or a number from 1")
+        found["run.lanes"] = 0 if lanes == "auto" else int(lanes)
+    return found
 
 
 @app.callback(invoke_without_command=True)
@@ -81,6 +92,7 @@ def train_command(
         Path | None, typer.Option("--out", metavar="DIR", help="default runs/PRESET-METHOD-SEED")
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")] = None,
+    lanes: Lanes = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue an unfinished run")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an existing run")] = False,
     as_json: AsJson = False,
@@ -93,7 +105,7 @@ def train_command(
             source,
             method=method,
             data=data,
-            set=_overrides(sets),
+            set=_overrides(sets, lanes),
             seed=seed,
             device=device,
             out=out_dir,
@@ -121,6 +133,7 @@ def compare_command(
     data: DataPath = None,
     sets: Sets = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")] = None,
+    lanes: Lanes = None,
     out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="default runs/compare-PRESET")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue, method by method; adds what is new")] = False,
     jobs: Annotated[int, typer.Option(min=0, help="runs at once, a thread each; 0: as many as is sensible")] = 0,
@@ -133,7 +146,7 @@ def compare_command(
             methods=methods,
             seeds=seeds,
             data=data,
-            set=_overrides(sets),
+            set=_overrides(sets, lanes),
             device=device,
             out=out_dir,
             resume=resume,
@@ -355,6 +368,14 @@ def presets_command(as_json: AsJson = False) -> None:
         _print_json([{"name": name, "description": text} for name, text in presets().items()])
         return
     out.print(tables.presets(presets()))
+
+
+if not find_spec("flwr"):
+
+    @app.command("flower", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def no_flower() -> None:
+        """Real federations over a network; needs pip install 'perada[flower]'."""
+        raise InputError("perada flower needs Flower: pip install 'perada[flower]'")
 
 
 # typer carries its own copy of click in newer versions: take the class from what it exports.

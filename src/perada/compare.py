@@ -34,8 +34,9 @@ from .plan import (
     write_plan,
 )
 from .report import write_report
+from .rounds import Progress
 from .runs import device_of, write_atomic
-from .simulate import Progress, Say
+from .simulate import Say
 from .workers import jobs_for, share_lanes, work_through
 
 PLAN = "plan.json"

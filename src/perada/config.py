@@ -221,6 +221,25 @@ def _read(source: str) -> dict[str, Any]:
         raise InputError(f"{source}: not valid TOML: {error}") from error
 
 
+def from_tables(tables: Mapping[str, Any]) -> Config:
+    """What `Config.as_dict` gave, as a Config again; checked like a file."""
+    return _build({name: dict(values) for name, values in tables.items()})
+
+
+def section(name: str, kind: Any, values: Any) -> Any:
+    """One more section of a TOML file, `kind` a dataclass with a default or none for each key."""
+    if not isinstance(values, dict):
+        raise InputError(f"[{name}] must be a section, not a value")
+    known = {f.name: f for f in dataclasses.fields(kind)}
+    for key in values:
+        if key not in known:
+            raise unknown("key", f"{name}.{key}", [f"{name}.{k}" for k in known])
+    missing = [k for k, f in known.items() if f.default is dataclasses.MISSING and k not in values]
+    if missing:
+        raise InputError(f"[{name}] needs {missing[0]} = ...")
+    return _section(name, kind, values)
+
+
 def _known_keys(method: str) -> list[str]:
     keys = [f"{s}.{f.name}" for s, kind in SECTIONS.items() for f in dataclasses.fields(kind)]
     return [*keys, "method.name", *(f"method.{k}" for k in hyperparameters(method))]

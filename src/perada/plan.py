@@ -17,7 +17,7 @@ from .methods import REGISTRY, hyperparameters
 from .runs import device_of, locked, write_atomic
 from .simulate import Say, Simulation, prepare, pretraining
 
-MOVED = ("run.device", "data.root")  # what may differ from the plan on the machine that resumes it
+MOVED = ("run.device", "run.lanes", "data.root")  # what may differ from the plan on the machine that resumes it
 
 
 def choose_methods(text: str | Sequence[str] | None) -> list[str]:

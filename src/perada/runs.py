@@ -76,7 +76,7 @@ def locked(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     """Make the names in a folder survive a power cut, as fsync does for a file's bytes."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -239,12 +239,12 @@ class RunFolder:
                     hashes[name] = self._hashes[name]
             note = {"round": checkpoint.round, "sha256": hashes, "note": checkpoint.note}
             write_atomic(part / "state.json", json.dumps(jsonable(note), indent=1).encode())
-            _sync_folder(part)
+            sync_folder(part)
             aside = self.checkpoints / f".{target.name}.old"
             if target.exists():  # the same round again: see _found
                 os.replace(target, aside)
             os.replace(part, target)
-            _sync_folder(self.checkpoints)
+            sync_folder(self.checkpoints)
             shutil.rmtree(aside, ignore_errors=True)
         except OSError as error:
             raise RunError(f"cannot write {target}: {error.strerror}; the checkpoint before it is whole") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,17 +43,6 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.float32, "
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What happened in a round, for progress bars and logs."""
-
-    round: int
-    rounds: int
-    metrics: dict[str, Any] | None  # where this round was evaluated
-    failed: tuple[str, ...]  # clients whose training stopped being finite
-    stage: str = "training"  # or pretraining
-
-
-@dataclass(frozen=True)
 class Moment:
     """The whole state between two rounds. It is replaced in one assignment, so a round is all or nothing."""
 
@@ -66,6 +54,12 @@ class Moment:
     last: dict[str, Any]  # what the round reported: training loss, distillation, failures
     changed: frozenset[int] = frozenset()  # clients changed since the last checkpoint
     finished: bool = False  # whether the method's last stage is done, where it has one
+
+
+def cohort_of(config: Config, clients: int, round: int) -> list[int]:
+    """The clients sampled in a round: a pure function of (seed, round)."""
+    rng = rng_of(config.run.seed, round, "cohort")
+    return sorted(int(m) for m in rng.choice(clients, config.train.cohort or clients, replace=False))
 
 
 class Simulation:
@@ -84,10 +78,7 @@ class Simulation:
         self.backbone: dict[str, Tensor] | None = None  # weights the config alone cannot make again
 
     def cohort(self, round: int) -> list[int]:
-        """The clients sampled in a round: a pure function of (seed, round)."""
-        total = len(self.federation.clients)
-        rng = rng_of(self.config.run.seed, round, "cohort")
-        return sorted(int(m) for m in rng.choice(total, self.config.train.cohort or total, replace=False))
+        return cohort_of(self.config, len(self.federation.clients), round)
 
     def step(self) -> None:
         """Train the cohort, update the server."""
@@ -260,18 +251,15 @@ def prepare(
     `pretrain` runs the FedAvg simulation where model.weights=fedavg.
     """
     device, dtype = device_of(config.run.device), DTYPES[config.run.precision]
-    _arithmetic(config.run.precision, device)
+    arithmetic(config.run.precision, device)
     federation = federation or build_federation(config.data, device)
     method = config.make_method()
     check(config, federation, method)
-    public = _public(config, federation, method, device, dtype) if to_train else []
+    public = public_chunks(config, federation, method, device, dtype) if to_train else []
     net = _backbone(config, federation, backbone, say, pretrain)
-    adapter = config.model.adapter if method.parts.adapters else None
-    model = lane_model(net, method.parts.trains, adapter, config.model.dropout, config.run.seed)
-    compute = torch.bfloat16 if config.run.precision == "bf16" else None
-    sim = Simulation(config, federation, model.to(device, dtype, compute), method, public)
+    sim = Simulation(config, federation, model_of(config, net, method, device), method, public)
     if isinstance(public, Chunks) and device.type == "cuda":
-        public.keep_stems(model.stem, torch.cuda.mem_get_info(device)[0] // 4)
+        public.keep_stems(sim.model.stem, torch.cuda.mem_get_info(device)[0] // 4)
     if config.model.weights not in ("embedded", "random"):
         sim.backbone = {k: t for k, t in net.state_dict().items() if not k.endswith("num_batches_tracked")}
     if to_train:
@@ -299,11 +287,20 @@ def lanes_at_once(sim: Simulation) -> tuple[int, str]:
     chosen = min(asked or lanes, lanes)
     if not asked and fit < lanes:
         chosen = fit
-    what = f"{chosen} lanes at once, about {chosen * each / 2**30:.1f} GiB of {free / 2**30:.1f} free"
+    named = "1 lane" if chosen == 1 else f"{chosen} lanes"
+    what = f"{named} at once, about {chosen * each / 2**30:.1f} GiB of {free / 2**30:.1f} free"
     return (chosen if chosen < lanes else 0), what + (f"; {lanes} lanes take turns" if chosen < lanes else "")
 
 
-def _arithmetic(precision: str, device: torch.device) -> None:
+def model_of(config: Config, net: ResNet, method: Method, device: torch.device) -> LaneModel:
+    """The lanes that the method trains, over the backbone."""
+    adapter = config.model.adapter if method.parts.adapters else None
+    model = lane_model(net, method.parts.trains, adapter, config.model.dropout, config.run.seed)
+    compute = torch.bfloat16 if config.run.precision == "bf16" else None
+    return model.to(device, DTYPES[config.run.precision], compute)
+
+
+def arithmetic(precision: str, device: torch.device) -> None:
     """How a GPU multiplies is a setting of the whole process."""
     if device.type != "cuda":
         if precision in ("tf32", "bf16"):
@@ -332,7 +329,7 @@ def check(config: Config, federation: Federation, method: Method) -> None:
         raise InputError("distill.guard=server needs labelled data at the server: set data.server_val, such as 0.05")
 
 
-def _public(
+def public_chunks(
     config: Config, federation: Federation, method: Method, device: torch.device, dtype: torch.dtype
 ) -> Sequence[Tensor]:
     if not method.parts.distils or config.distill.steps == 0:
@@ -387,69 +384,3 @@ def pretraining(config: Config) -> Config:
         train=replace(config.train, rounds=rounds, lr=config.model.pretrain_lr),
         run=replace(config.run, seed=seed, eval_every=rounds),
     )
-
-
-class Saver:
-    """Writes checkpoints, one after another: `beside` the training, where that leaves a processor idle."""
-
-    def __init__(self, beside: bool) -> None:
-        self._thread = ThreadPoolExecutor(1, "perada-save") if beside else None
-        self._last: Future[None] | None = None
-
-    def take(self, write: Callable[[], None]) -> None:
-        """Waits for the one before, and raises what went wrong with it."""
-        self._wait()
-        if self._thread is None:
-            write()
-        else:
-            self._last = self._thread.submit(write)
-
-    def close(self) -> None:
-        try:
-            self._wait()
-        finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-
-    def _wait(self) -> None:
-        last, self._last = self._last, None
-        if last is not None:
-            last.result()
-
-
-def run(
-    sim: Simulation,
-    folder: RunFolder,
-    on_round: Callable[[Progress], None] = lambda progress: None,
-    splits: Sequence[str] = ("local", "val", "global"),
-) -> dict[str, Any]:
-    """Train to the last round, saving and evaluating (on `splits`) on the way; returns the last evaluation.
-
-    An interruption saves the last finished round before it goes on up.
-    """
-    options, last = sim.config.run, sim.config.train.rounds
-    rows = {r["round"]: r for r in folder.metrics()}
-    saver = Saver(beside=sim.model.device.type != "cpu")
-    try:
-        while True:
-            at = sim.now.round
-            if at == last and not sim.now.finished:
-                sim.finish()
-                if sim.now.finished:
-                    saver.take(sim.snapshot(folder))
-            due = at == last or (at and at % options.eval_every == 0)
-            if due and at not in rows:  # it may be there already: the run was stopped just after it
-                rows[at] = sim.evaluate(splits)
-                folder.append_metrics(rows[at])
-            on_round(Progress(at, last, rows.get(at), tuple(sim.now.last.get("failed", ()))))
-            if at >= last:
-                return rows[at]
-            sim.step()
-            if sim.now.round % options.checkpoint_every == 0 or sim.now.round == last:
-                saver.take(sim.snapshot(folder))
-    except KeyboardInterrupt:
-        if sim.now.changed:
-            saver.take(sim.snapshot(folder))
-        raise
-    finally:
-        saver.close()

@@ -34,8 +34,9 @@ from .plan import (
     working_in,
     write_plan,
 )
+from .rounds import Progress, run
 from .runs import RunFolder, write_atomic
-from .simulate import Progress, Say, check, prepare, run
+from .simulate import Say, check, prepare
 
 PLAN = "search.json"
 GRIDS: dict[str, tuple[float, ...]] = {  # the paper's

@@ -21,7 +21,7 @@ from rich.progress import (
 )
 
 from .errors import Interrupted
-from .simulate import Progress as RoundProgress
+from .rounds import Progress as RoundProgress
 
 err = Console(stderr=True, markup=False)
 

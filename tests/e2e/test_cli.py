@@ -484,3 +484,21 @@ def test_python_raises_what_the_command_line_prints(tmp_path: Path) -> None:
 def test_the_beginning_of_a_name_is_completed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "digits", "--method", "fedalt"]) == 2
     assert capsys.readouterr().err == "error: unknown method 'fedalt': did you mean 'fedalt-adapter'?\n"
+
+
+@pytest.mark.parametrize("lanes", ["0", "-1", "many", "1.5", ""])
+def test_lanes_are_a_number_or_auto(lanes: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["train", "digits", "--lanes", lanes, "--out", str(tmp_path / "r")]) == 2
+    assert "auto, or a number from 1" in capsys.readouterr().err
+    assert not (tmp_path / "r").exists()
+
+
+def test_lanes_may_be_given_anew_when_a_run_is_resumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Another machine has another memory."""
+    words = ["train", "digits", *flags(train__rounds=1), "--out", str(tmp_path / "r")]
+    assert cli.main([*words, "--lanes", "1"]) == 0
+    assert "1 lane at once" in (found := capsys.readouterr().err)
+    assert "4 lanes take turns" in found
+    more = ["train", "--resume", "--set", "train.rounds=2", "--lanes", "auto", "--out", str(tmp_path / "r")]
+    assert cli.main(more) == 0
+    assert "4 lanes at once" in capsys.readouterr().err

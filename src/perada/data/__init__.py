@@ -128,9 +128,9 @@ SOURCES: dict[str, Callable[[DataOptions], Source]] = {
 PUBLIC = ("none", "glyphs", "digits", "cifar10", "cifar100", "stl10")  # what distill.data may be beside a path
 
 
-def build_federation(options: DataOptions, device: torch.device) -> Federation:
-    """Load the source and deal it out to the clients."""
-    source = _chosen(SOURCES[options.name](options), options)
+def build_federation(options: DataOptions, device: torch.device, source: Source | None = None) -> Federation:
+    """Load the source, if it is not given, and deal it out to the clients."""
+    source = _chosen(source or SOURCES[options.name](options), options)
     clients, server = split(source, options)
     empty = [c.name for c in clients if len(c.train) == 0]
     if empty:

@@ -104,7 +104,10 @@ def _by_site(
     pools: tuple[Indices, Indices, Indices],
     rng: np.random.Generator,
 ) -> tuple[tuple[Client, ...], Indices]:
-    """Each site keeps its declared splits; one without test or validation data of its own holds some out."""
+    """Each site keeps its declared splits; one without test or validation data of its own holds some out.
+
+    What it holds out hangs on its name and not on who else there is: alone on its own machine it does the same.
+    """
     if source.site is None:
         raise InputError(
             "data.partition=site needs site/class/image folders, or a manifest with a column of sites (data.site); "
@@ -116,7 +119,8 @@ def _by_site(
     parts = []
     for name in np.unique(site):
         mine, val, test = (pool[site[pool] == name] for pool in (free, declared_val, declared_test))
-        parts.append(_held(labels, mine, test, val, options, rng, left=1 - options.test))
+        own = rng_of(options.seed, "split", str(name))
+        parts.append(_held(labels, mine, test, val, options, own, left=1 - options.test))
     held, kept, train = (np.concatenate(part) for part in zip(*parts, strict=True))
     train = np.sort(train)
     server = holdout(labels, train, options.server_val, rng) if options.server_val else train[:0]

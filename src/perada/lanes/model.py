@@ -55,6 +55,7 @@ class LaneModel:
         self.groups = dict(groups)
         self.inert = inert & trained
         self.compute: torch.dtype | None = None
+        self.lane_steps = [0, 0]  # of recorded loops: asked for, and of slots that stood empty
         self.pool: Pool | None = None  # where its loops are run together with others
         self._initial: State | None = None
         self._compiled: set[Hashable] = set()  # calls without a gradient whose kernels are there

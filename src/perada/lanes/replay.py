@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .fast import fast_kernels
 from .model import LaneModel
-from .schedule import schedule
+from .schedule import schedule, waste
 from .state import State, flattened
 
 if TYPE_CHECKING:
@@ -114,7 +114,9 @@ class Replay:
         trace = torch.full((max(steps), lanes), torch.nan, dtype=run.trace.dtype, device=device)
         run.counts.zero_()
         run.at.zero_()
-        for span in schedule(steps, slots, WIDTHS if self.options.widths is None else self.options.widths):
+        spans = schedule(steps, slots, WIDTHS if self.options.widths is None else self.options.widths)
+        self.model.lane_steps = [a + b for a, b in zip(self.model.lane_steps, waste(steps, spans), strict=True)]
+        for span in spans:
             if span.stored:
                 here, there = _columns(span.stored, device)
                 for mine, state, own in zip(run.states, done, self.own, strict=True):
