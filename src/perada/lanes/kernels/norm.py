@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ..random import dropout_threshold, folding
 from .launch import launch
-from .tiles import kept, mixed, reduced, statistics, take_sums, tiles, wide
+from .tiles import kept, lane_values, mixed, reduced, statistics, take_sums, tiles, wide
 
 
 @triton.jit
@@ -36,11 +36,10 @@ def _forward(
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(ACC)
     if COPY:
         tl.store(copy_ptr + at, x.to(copy_ptr.dtype.element_ty), mask=mask)
-    weight = tl.load(weight_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
-    bias = tl.load(bias_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
+    weight, bias = lane_values(weight_ptr, bias_ptr, k, c, inside, stride, ACC)
     if RUNNING:
-        mean = tl.load(running_mean_ptr + k * running_stride + c, mask=inside, other=0.0).to(ACC)
-        rstd = 1.0 / tl.sqrt(tl.load(running_var_ptr + k * running_stride + c, mask=inside, other=1.0).to(ACC) + EPS)
+        mean, var = lane_values(running_mean_ptr, running_var_ptr, k, c, inside, running_stride, ACC)
+        rstd = 1.0 / tl.sqrt(var + EPS)
     else:
         if PARTS == 1:
             shift = tl.load(running_mean_ptr + k * running_stride + c, mask=inside, other=0.0).to(ACC)
@@ -91,10 +90,8 @@ def _backward_sums(
     k, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = c < channels
-    mean = tl.load(mean_ptr + k * channels + c, mask=inside, other=0.0)
-    rstd = tl.load(rstd_ptr + k * channels + c, mask=inside, other=0.0)
-    weight = tl.load(weight_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
-    bias = tl.load(bias_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
+    mean, rstd = lane_values(mean_ptr, rstd_ptr, k, c, inside, channels, ACC)
+    weight, bias = lane_values(weight_ptr, bias_ptr, k, c, inside, stride, ACC)
     first, second = tl.zeros([BC], ACC), tl.zeros([BC], ACC)
     for i in range(LOOPS):
         r = part * chunk + i * BR + tl.arange(0, BR)
@@ -124,10 +121,8 @@ def _backward(
     r, c = tl.program_id(1) * BR + tl.arange(0, BR), tl.program_id(2) * BC + tl.arange(0, BC)
     inside = c < channels
     mask = (r < rows)[:, None] & inside[None, :]
-    mean = tl.load(mean_ptr + k * channels + c, mask=inside, other=0.0)
-    rstd = tl.load(rstd_ptr + k * channels + c, mask=inside, other=0.0)
-    weight = tl.load(weight_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
-    bias = tl.load(bias_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
+    mean, rstd = lane_values(mean_ptr, rstd_ptr, k, c, inside, channels, ACC)
+    weight, bias = lane_values(weight_ptr, bias_ptr, k, c, inside, stride, ACC)
     at = (k * rows + r[:, None]) * channels + c[None, :]
     centred = (tl.load(x_ptr + at, mask=mask, other=0.0).to(ACC) - mean[None, :]) * rstd[None, :]
     # A residual's gradient is the one before dropout, and dropout never stands with a residual.

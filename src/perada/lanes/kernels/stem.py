@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from .launch import launch
 from .norm import Statistics, slot_of, stride_of, unslotted
-from .tiles import Tiles, reduced, statistics, take_sums, tiles, wide
+from .tiles import Tiles, lane_values, reduced, statistics, take_sums, tiles, wide
 
 _BR = 64  # pooled pixels in a block
 
@@ -32,11 +32,10 @@ def _pooled(
     r, c = tile * BR + tl.arange(0, BR), tl.program_id(2) * BC + tl.arange(0, BC)
     inside = c < channels
     mask = (r < out_rows)[:, None] & inside[None, :]
-    weight = tl.load(weight_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
-    bias = tl.load(bias_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
+    weight, bias = lane_values(weight_ptr, bias_ptr, k, c, inside, stride, ACC)
     if RUNNING:
-        mean = tl.load(running_mean_ptr + k * running_stride + c, mask=inside, other=0.0).to(ACC)
-        rstd = 1.0 / tl.sqrt(tl.load(running_var_ptr + k * running_stride + c, mask=inside, other=1.0).to(ACC) + EPS)
+        mean, var = lane_values(running_mean_ptr, running_var_ptr, k, c, inside, running_stride, ACC)
+        rstd = 1.0 / tl.sqrt(var + EPS)
     else:
         shift = tl.load(old_ptr + k * channels + c, mask=inside, other=0.0)
         first, second = reduced(part_ptr, k, c, inside, channels, PARTS)
@@ -69,8 +68,7 @@ def _pooled_sums(
     k, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = c < channels
-    mean = tl.load(mean_ptr + k * channels + c, mask=inside, other=0.0)
-    rstd = tl.load(rstd_ptr + k * channels + c, mask=inside, other=0.0)
+    mean, rstd = lane_values(mean_ptr, rstd_ptr, k, c, inside, channels, ACC)
     first, second = tl.zeros([BC], ACC), tl.zeros([BC], ACC)
     for step in range(LOOPS):
         r = part * chunk + step * BR + tl.arange(0, BR)

@@ -26,6 +26,13 @@ def reduced(part_ptr, k, c, inside, channels, PARTS: tl.constexpr):
 
 
 @triton.jit
+def lane_values(first_ptr, second_ptr, k, c, inside, stride, ACC: tl.constexpr):
+    """Two tensors `[K, C]` at lane k's channels; a stride of 0 for frozen ones `[C]`."""
+    first = tl.load(first_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
+    return first, tl.load(second_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
+
+
+@triton.jit
 def statistics(
     first, second, shift, write, k, c, inside, rows, channels, stride, mean_ptr, rstd_ptr, running_mean_ptr,
     running_var_ptr, MOMENTUM: tl.constexpr, EPS: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr,
