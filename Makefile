@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench clean wheel-check
+.PHONY: demo flower-demo test test-network lint bench clean wheel-check
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "perada needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
@@ -13,6 +13,12 @@ $(VENV)/.installed: pyproject.toml
 
 demo: $(VENV)/.installed
 	$(BIN)/perada train digits
+
+flower-demo: $(VENV)/.installed
+	$(BIN)/python examples/flower_demo.py
+
+test-network: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/network
 
 test: lint $(VENV)/.installed
 	$(BIN)/python -m pytest

@@ -1,0 +1,159 @@
+"""A whole federation on this machine: a server and three sites, each a process of its own, over TLS and with keys.
+
+    python examples/flower_demo.py [FOLDER]      (or: make flower-demo; FOLDER is runs/flower-demo, or the next free)
+
+Three sites hold scikit-learn's handwritten digits, each its own share of every digit, as class/image.png folders. They
+train PerAda for ten rounds; the table is printed at the end and everything is stopped. Every half second the sockets of
+all these processes are looked at: nothing but this machine's loopback address may be at the other end of any.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from sklearn.datasets import load_digits
+
+SITES = ("north", "south", "west")
+PERADA = (sys.executable, "-m", "perada")
+
+
+def split_digits(root: Path, alpha: float = 0.5, seed: int = 0, most: int = 10_000) -> dict[str, int]:
+    """root/SITE/DIGIT/NUMBER.png; a site's share of each digit is drawn from Dir(alpha). Returns images a site."""
+    data, rng = load_digits(), np.random.default_rng(seed)
+    counts = dict.fromkeys(SITES, 0)
+    for label in range(10):
+        mine = np.flatnonzero(data.target == label)[:most]
+        cuts = np.rint(np.cumsum(rng.dirichlet([alpha] * len(SITES)))[:-1] * len(mine)).astype(int)
+        for site, part in zip(SITES, np.split(mine, cuts), strict=True):
+            folder = root / site / str(label)
+            folder.mkdir(parents=True, exist_ok=True)
+            for n in part:
+                Image.fromarray(np.rint(data.images[n] * (255 / 16)).astype(np.uint8)).save(folder / f"{n:04d}.png")
+            counts[site] += len(part)
+    return counts
+
+
+def family(pid: int) -> set[int]:
+    """A process and all below it."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+    found = {pid}
+    while more := {p for p, parent in parents.items() if parent in found and p not in found}:
+        found |= more
+    return found
+
+
+def peers(pids: set[int]) -> set[str]:
+    """The addresses at the other end of these processes' sockets, by /proc."""
+    inodes = set()
+    for pid in pids:
+        try:
+            links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+        except OSError:
+            continue
+        inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
+    found = set()
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        try:
+            lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for words in (line.split() for line in lines):
+            packed = bytes.fromhex(words[2].split(":")[0])
+            words4 = b"".join(packed[i : i + 4][::-1] for i in range(0, len(packed), 4))  # the kernel's byte order
+            if words[9] in inodes and any(words4):
+                found.add(str(ipaddress.ip_address(words4)))
+    return found
+
+
+class Watch(threading.Thread):
+    """Looks again and again whom we and our processes talk to."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.seen: set[str] = set()
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        while not self.stop.wait(0.5):
+            self.seen |= peers(family(os.getpid()))
+
+
+@contextmanager
+def running(*words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A `perada` command in the background, stopped at the end."""
+    process = subprocess.Popen([*PERADA, *words], start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def demo(home: Path) -> int:
+    began = time.monotonic()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    counts = split_digits(home / "data")
+    print("images at the sites:", ", ".join(f"{site} {n}" for site, n in counts.items()), flush=True)
+    project, watch = home / "project", Watch()
+    watch.start()
+    subprocess.run([*PERADA, "flower", "init", str(project), "--server", f"127.0.0.1:{port}"], check=True)
+    words = ["flower", "certs", str(project / "certs"), "--server-name", "127.0.0.1", "--sites", ",".join(SITES)]
+    subprocess.run([*PERADA, *words], check=True, stdout=subprocess.DEVNULL)
+    here = ["flower", "site", "--dir", str(project)]
+    with (
+        running("flower", "server", str(project)),
+        running(*here, "--name", "north", "--data", str(home / "data" / "north")),
+        running(*here, "--name", "south", "--data", str(home / "data" / "south")),
+        running(*here, "--name", "west", "--data", str(home / "data" / "west")),
+    ):
+        code = _train(project)
+    watch.stop.set()
+    watch.join()
+    left = family(os.getpid()) - {os.getpid()}
+    print(f"addresses contacted: {', '.join(sorted(watch.seen))}; processes left: {len(left)}")
+    print(f"{time.monotonic() - began:.0f} seconds in all")
+    strangers = [a for a in watch.seen if not ipaddress.ip_address(a).is_loopback]
+    return code or bool(strangers) or bool(left)
+
+
+def _train(project: Path) -> int:
+    """Wait for the server, train, print the table."""
+    for _ in range(120):
+        if (project / "state" / "flower" / "ready").exists():
+            return subprocess.run([*PERADA, "flower", "run", str(project)], check=False).returncode
+        time.sleep(0.5)
+    print("the server did not come up", file=sys.stderr)
+    return 1
+
+
+def orderly() -> None:
+    """SIGTERM ends us as Ctrl-C does: with everything that we started."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+if __name__ == "__main__":
+    orderly()
+    names = (Path("runs") / f"flower-demo{f'-{n}' if n > 1 else ''}" for n in count(1))
+    home = Path(sys.argv[1]) if len(sys.argv) > 1 else next(path for path in names if not path.exists())
+    home.mkdir(parents=True)
+    sys.exit(demo(home.absolute()))

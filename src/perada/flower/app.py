@@ -1,0 +1,113 @@
+"""The Flower app: `server_app` and `client_app` are what its pyproject.toml names.
+
+Where the settings are: the ServerApp reads $PERADA_FLOWER_SERVER (server.toml); the ClientApp the node-config key
+`site`, else $PERADA_FLOWER_SITE (site.toml), else, in Flower's simulation engine, entry `partition-id` of
+$PERADA_FLOWER_SITES (paths joined as in $PATH). run-config: `run` names the run, `resume` goes on with it,
+`continue-from` names a run to begin from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import lru_cache
+from pathlib import Path
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from ..errors import InputError, RunError
+from ..runs import locked
+from .bundle import bundle, unbundle
+from .client import Site, handle
+from .link import Link, Owners, limit_tries
+from .records import ending, open_run
+from .server import Coordinator, Step, no_step
+from .settings import ServerSettings, SiteSettings
+
+client_app = ClientApp()
+server_app = ServerApp()
+
+
+@client_app.query()
+@client_app.train()
+@client_app.evaluate()
+def answer(message: Message, context: Context) -> Message:
+    """Whatever is asked, `client.handle` answers."""
+    found = handle(_site(_site_file(context)), unbundle(message.content))
+    return Message(bundle(found), reply_to=message)
+
+
+def _site_file(context: Context) -> str:
+    given = context.node_config.get("site") or os.environ.get("PERADA_FLOWER_SITE")
+    several = os.environ.get("PERADA_FLOWER_SITES", "").split(os.pathsep)
+    part = context.node_config.get("partition-id")
+    if not given and several[0] and isinstance(part, int) and part < len(several):
+        given = several[part]
+    if not given:
+        raise InputError("no site.toml: set PERADA_FLOWER_SITE, or --node-config \"site='/path/site.toml'\"")
+    return str(given)
+
+
+@lru_cache
+def _site(file: str) -> Site:
+    return Site(SiteSettings.read(file))
+
+
+@server_app.main()
+def main(grid: Grid, context: Context) -> None:
+    """A run, from where it is to its end. An error ends it with one line."""
+    config = context.run_config
+    try:
+        file = os.environ.get("PERADA_FLOWER_SERVER")
+        if not file:
+            raise InputError("no server.toml: set PERADA_FLOWER_SERVER")
+        serve(
+            grid,
+            ServerSettings.read(file),
+            str(config.get("run") or "run"),
+            bool(config.get("resume", False)),
+            str(config.get("continue-from") or ""),
+        )
+    except (InputError, RunError) as error:
+        raise RuntimeError(f"error: {error}") from None
+
+
+def _owners() -> Owners | None:
+    """Node -> site, from $PERADA_FLOWER_NODES, which `perada flower server` writes where sites have keys. It is read
+    each time, for a site may be added while the server runs; a file that cannot be read vouches for nobody."""
+    file = os.environ.get("PERADA_FLOWER_NODES")
+
+    def read() -> dict[int, str]:
+        try:
+            return {int(node): str(site) for node, site in json.loads(Path(str(file)).read_text("utf8")).items()}
+        except (OSError, ValueError, AttributeError):
+            return {}
+
+    return read if file else None
+
+
+def serve(
+    grid: Grid, settings: ServerSettings, name: str, resume: bool = False, start: str = "", step: Step = no_step
+) -> Path:
+    """Run a federation to its last round; returns the run's folder. `step` is told of every boundary in a round."""
+    folder, diary = open_run(settings, name, resume, start)
+    with locked(folder.path):
+        try:
+            work = Coordinator(settings, diary, step)
+            saved, warnings = folder.load()
+            for line in warnings:
+                diary.say(line)
+            if saved is not None:
+                work.restore(saved)
+                folder.cut_metrics(saved.round)
+            elif diary.start:
+                work.begin_from(ending(settings, diary.start))
+            limit_tries(grid, settings.rounds.deadline_s)
+            link = Link(grid, settings.federation.sites, settings.rounds, diary.tell, _owners())
+            work.run(link, folder)
+        except (InputError, RunError) as error:
+            diary.status("failed", diary.round, str(error))
+            raise
+    return folder.path

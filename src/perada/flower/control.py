@@ -1,0 +1,135 @@
+"""Flower's commands to its SuperLink (`flwr ...`), as calls: which keys are let in, runs, what there is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import toml_value
+from ..errors import InputError, RunError
+from ..runs import write_atomic
+from .address import Address, NoAnswer, probe
+from .processes import environment, program
+
+LINK = "federation"  # the connection's name in Flower's configuration file
+
+
+@dataclass(frozen=True)
+class Control:
+    """A SuperLink of this machine, by the folder that it keeps its things in."""
+
+    home: Path
+
+    @property
+    def nodes_file(self) -> Path:
+        """{node id: site}: the ServerApp knows by it whose key a message was signed with."""
+        return self.home / "nodes.json"
+
+    @property
+    def server_file(self) -> Path:
+        return self.home / "server.json"
+
+    @classmethod
+    def write(cls, home: Path, address: Address, ca: Path | None) -> Control:
+        """Flower's own configuration file, and ours for `run` and `status`."""
+        local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address.host, address.host)
+        secure = f"root-certificates = {toml_value(str(ca))}\n" if ca else "insecure = true\n"
+        where = toml_value(str(Address(local, address.port)))
+        text = f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\naddress = {where}\n{secure}'
+        write_atomic(home / "config.toml", text.encode())
+        found, held = cls(home), {"address": str(Address(local, address.port)), "ca": str(ca) if ca else None}
+        write_atomic(found.server_file, json.dumps(held).encode())
+        if ca is None:
+            found.nodes_file.unlink(missing_ok=True)
+        return found
+
+    @classmethod
+    def open(cls, home: Path) -> Control:
+        """The server that runs for a project, if one does."""
+        found = cls(home)
+        try:
+            if found.server_file.is_file():
+                held = json.loads(found.server_file.read_text())
+                probe(Address.parse(held["address"]), Path(held["ca"]) if held["ca"] else None)
+                return found
+        except NoAnswer:  # killed outright
+            pass
+        raise InputError(f"no server runs for {home.parent.parent}: start one with `perada flower server`")
+
+    def gone(self) -> None:
+        """The server ended in peace."""
+        self.server_file.unlink(missing_ok=True)
+
+    @property
+    def address(self) -> Address:
+        return Address.parse(json.loads(self.server_file.read_text())["address"])
+
+    def call(self, *words: str) -> dict[str, Any]:
+        """`flwr WORDS --format json`; its answer, or RunError with its own reason."""
+        command = [program("flwr"), *words, "--format", "json"]
+        done = subprocess.run(command, env=environment(self.home), capture_output=True, text=True, check=False)
+        try:
+            found: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
+        except ValueError:
+            found = {}
+        if done.returncode == 0 and found.get("success", True):
+            return found
+        why = str(found.get("error-message") or done.stderr or done.stdout).strip().splitlines()
+        raise RunError(f"flwr {words[0]}: {why[-1].strip() if why else f'code {done.returncode}'}")
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """What the SuperLink says of each registered node, by its id."""
+        return {str(n["node-id"]): n for n in self.call("supernode", "list", LINK).get("nodes", [])}
+
+    def sites(self) -> dict[str, str]:
+        """{node id: site} as last admitted."""
+        return json.loads(self.nodes_file.read_text()) if self.nodes_file.is_file() else {}
+
+    def admit(self, keys: Mapping[str, Path]) -> list[str]:
+        """Register these sites' keys and unregister all others; a line about each change."""
+        prints_file = self.home / "keys.json"
+        prints: dict[str, str] = json.loads(prints_file.read_text()) if prints_file.is_file() else {}
+        wanted = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in keys.items()}
+        there = self.nodes()
+        known = {node: site for node, site in self.sites().items() if node in there}
+        lines = []
+        for node in there:
+            site = known.get(node)
+            if site is not None and wanted.get(site) == prints.get(node):
+                continue
+            self.call("supernode", "unregister", node, LINK)
+            known.pop(node, None)
+            lines.append(f"the key of {site or f'node {node}'} is no longer let in")
+        for site in sorted(wanted.keys() - set(known.values())):
+            node = str(self.call("supernode", "register", str(keys[site]), LINK, "--name", site)["node-id"])
+            known[node], prints[node] = site, wanted[site]
+            lines.append(f"the key of {site} is let in")
+        write_atomic(prints_file, json.dumps({n: prints[n] for n in known}, indent=1).encode())
+        write_atomic(self.nodes_file, json.dumps(known, indent=1).encode())
+        return lines
+
+    def start(self, app: Path, run: str, resume: bool, after: str) -> str:
+        """Start a run of the app; its number at Flower."""
+        config = f"run={toml_value(run)} resume={'true' if resume else 'false'} continue-from={toml_value(after)}"
+        return str(self.call("run", str(app), LINK, "--run-config", config)["run-id"])
+
+    def run_status(self, number: str) -> str:
+        """`pending`, `running`, `finished:completed`, `finished:failed`, ..."""
+        found = self.call("list", LINK, "--run-id", number).get("runs", [])
+        return str(found[0]["status"]) if found else "unknown"
+
+    def complaint(self, number: str) -> str:
+        """The last `error: ...` in a run's log; Flower shows nothing of it by itself."""
+        command = [program("flwr"), "log", number, LINK, "--show"]
+        done = subprocess.run(command, env=environment(self.home), capture_output=True, text=True, check=False)
+        found = re.findall(r"\berror: (.+)", done.stdout + done.stderr)
+        return found[-1].strip() if found else ""
+
+    def stop(self, number: str) -> None:
+        self.call("stop", number, LINK)

@@ -1,0 +1,63 @@
+"""A site's own model, taken out of its state folder: no server, no network, no data needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from ..api import check_out, write_weights
+from ..errors import InputError, unknown
+from ..lanes import State
+from .client import NeedsWeights, Site, Work
+from .settings import SiteSettings
+
+
+@dataclass(frozen=True)
+class Personal:
+    """What a site predicts with, one lane, and what it is to be put into."""
+
+    work: Work
+    run: str
+    round: int | None  # the last one that this site trained in
+    state: State
+
+    def module(self) -> nn.Module:
+        """A plain torch module in eval mode, the personal part in place."""
+        return self.work.model.plain(self.state).cpu()
+
+
+def personal(settings: SiteSettings, run: str = "") -> Personal:
+    """The site's model of a run (by its name or id; else the newest), with the newest broadcast it has seen."""
+    site = Site(settings)
+    runs = site.state.runs()
+    if not runs:
+        raise InputError(f"{site.state.path} holds no run of this site yet")
+    chosen = [r for r in runs if run in ("", r, r.rpartition("-")[0])]
+    if not chosen:
+        raise unknown("run", run, runs)
+    plan, start, received = site.state.told(chosen[-1])
+    work = site.work(plan)
+    try:
+        model = work.model
+    except NeedsWeights as error:
+        raise InputError(f"{site.state.path}: the server's weights are not here: take part in a run first") from error
+    kept = site.state.newest(chosen[-1])
+    if kept is None and start:  # not sampled yet in a run that goes on from another
+        kept = site.state.newest(start)
+    first = work.method.init(model)[2]
+    state = work.method.personal(work.here(received), first if kept is None else work.here(kept))
+    rounds = site.state.rounds(chosen[-1])
+    return Personal(work, chosen[-1], rounds[-1] if rounds else None, state)
+
+
+def export(settings: SiteSettings, out: Path, merged: bool = False, run: str = "") -> None:
+    """The personal part as safetensors; with `merged` the whole network, ready for `load_state_dict`."""
+    check_out(out)
+    found = personal(settings, run)
+    if merged:
+        held = {k: t.detach().clone() for k, t in found.module().state_dict().items()}
+    else:
+        held = {n: t[0].clone() for part in (found.state.params, found.state.buffers) for n, t in part.items()}
+    write_weights(out, held, found.work.config, settings.name, found.work.plan.classes)

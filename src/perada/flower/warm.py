@@ -1,0 +1,130 @@
+"""A ClientApp that need not start cold. Flower starts a process for every message, and most of a short message's time
+goes into loading torch. Here one process at a site loads it once and forks for every message:
+
+    python -m perada.flower.warm SOCKET      beside the SuperNode, started by `perada flower site`
+    flwr-clientapp ARGUMENTS                 found first on the SuperNode's PATH: `ask.py`, which has the warm process
+                                             fork, and runs Flower's own program where there is none
+
+What is forked has loaded code and nothing else: no data, no model, no thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from .processes import program
+from .wrapped import die_with_parent
+
+ASK = Path(__file__).with_name("ask.py")
+
+
+def stub(folder: Path) -> Path:
+    """A folder for the PATH with a `flwr-clientapp` that asks the warm process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    real = program("flwr-clientapp")
+    script = folder / "flwr-clientapp"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{ASK}" "{real}" "$@"\n')
+    script.chmod(0o755)
+    return folder
+
+
+def main(path: Path) -> None:
+    die_with_parent()
+    signal.signal(signal.SIGTERM, lambda number, frame: _leave(path))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that started us
+    from flwr.supernode.cli import flwr_clientapp
+
+    from . import app  # noqa: F401 (to have it)
+
+    gc.freeze()  # what is loaded stays shared with the children
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        _serve(listener, flwr_clientapp)
+
+
+def _leave(path: Path) -> None:
+    shutil.rmtree(path.parent, ignore_errors=True)
+    os._exit(0)
+
+
+def _serve(listener: socket.socket, entry: Callable[[], None]) -> None:
+    """Fork for whoever asks; tell the child's number at once and its exit code when it ends."""
+    running: dict[int, socket.socket] = {}
+    with selectors.DefaultSelector() as ears:
+        ears.register(listener, selectors.EVENT_READ)
+        while True:
+            if ears.select(0.05):
+                caller, _ = listener.accept()
+                words = _hear(caller)
+                if words is None:
+                    caller.close()
+                    continue
+                child = os.fork()
+                if child == 0:
+                    ears.close()
+                    listener.close()
+                    for other in (caller, *running.values()):
+                        other.close()
+                    _work(entry, words)
+                _tell(caller, child)
+                running[child] = caller
+            for child in list(running):
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    _tell(caller := running.pop(child), os.waitstatus_to_exitcode(status))
+                    caller.close()
+
+
+def _hear(caller: socket.socket) -> list[str] | None:
+    caller.settimeout(5)
+    try:
+        with caller.makefile("r", encoding="utf8") as f:
+            return [str(word) for word in json.loads(f.readline())]
+    except (OSError, ValueError):
+        return None
+
+
+def _tell(caller: socket.socket, number: int) -> None:
+    with suppress(OSError):  # it may not wait any more
+        caller.sendall(f"{number}\n".encode())
+
+
+def _work(entry: Callable[[], None], words: list[str]) -> None:
+    """In the child: be `flwr-clientapp WORDS`."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os._exit(128 + number)
+
+    code = 1
+    try:
+        os.environ["PERADA_FLOWER_PARENT"] = "0"
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, end)
+        die_with_parent()
+        sys.argv = ["flwr-clientapp", *words]
+        entry()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

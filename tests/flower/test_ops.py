@@ -1,0 +1,368 @@
+"""What stands around Flower's processes: who may give commands, which apps a site takes, when nothing is encrypted."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from perada import cli
+from perada.errors import InputError
+from perada.flower.address import Address, check_plain, free_port
+from perada.flower.control import Control
+from perada.flower.processes import environment, marked
+from perada.flower.warm import ASK
+from perada.flower.wrapped import COMPONENTS, LocalOnly, is_ours
+
+# Who may give commands.
+
+
+def ask(path: str, client: str | None, server: str = "10.0.0.1", ready: bool = True) -> int:
+    """The status that a request gets; 200 is what stands behind `LocalOnly`."""
+    found: list[int] = []
+
+    async def behind(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            found.append(message["status"])
+
+    async def receive() -> Any:
+        return {}
+
+    scope = {"type": "http", "path": path, "client": client and (client, 1234), "server": (server, 9092)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PERADA_FLOWER_READY", __file__ if ready else "/not/there")
+        asyncio.run(LocalOnly(behind)(scope, receive, send))
+    return found[0]
+
+
+@pytest.mark.parametrize("path", ["/v1/control/start-run", "/v1/control/register-node", "/v1/runtime/acquire-task"])
+@pytest.mark.parametrize("client", ["10.0.0.7", "192.168.1.9", "fe80::1", "::ffff:10.0.0.7", "testclient", None])
+def test_other_machines_give_no_commands(path: str, client: str | None) -> None:
+    assert ask(path, client) == 403
+
+
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json", "/v1/fleet", "/v1/fleetx/pull-messages", "//v1/fleet/x"])
+def test_other_machines_see_nothing_else_either(path: str) -> None:
+    assert ask(path, "10.0.0.7") == 403
+
+
+@pytest.mark.parametrize("client", ["127.0.0.1", "127.8.9.1", "::1", "::ffff:127.0.0.1", "10.0.0.1"])
+def test_this_machine_does(client: str) -> None:
+    assert ask("/v1/control/start-run", client) == 200
+
+
+def test_sites_reach_their_part_once_their_keys_are_known() -> None:
+    assert ask("/v1/fleet/pull-messages", "10.0.0.7") == 200
+    assert ask("/v1/fleet/activate-node", "10.0.0.7", ready=False) == 503
+
+
+# Which apps a site takes.
+
+PROJECT = """
+[project]
+dependencies = []
+[tool.flwr.app.components]
+serverapp = "perada.flower.app:server_app"
+clientapp = "perada.flower.app:client_app"
+"""
+
+
+def fab(files: dict[str, str]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as z:
+        for name, text in files.items():
+            z.writestr(name, text)
+    return out.getvalue()
+
+
+def test_our_app_is_taken() -> None:
+    assert is_ours(fab({"pyproject.toml": PROJECT, ".info/CONTENT": ""})) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"pyproject.toml": PROJECT, "perada/flower/app.py": "boom"}, "perada/flower/app.py"),
+        ({"pyproject.toml": PROJECT, "../../evil.py": "boom"}, "evil.py"),
+        ({"pyproject.toml": PROJECT.replace("perada.flower.app:client_app", "os:system")}, "os:system"),
+        ({"pyproject.toml": PROJECT + 'agentapp = "os:system"\n'}, "agentapp"),
+        ({"pyproject.toml": PROJECT.replace("[]", '["evil"]')}, "packages"),
+        ({"pyproject.toml": "[tool]\n"}, "components"),
+        ({"pyproject.toml": "not toml ["}, "cannot be read"),
+        ({"pyproject.toml": "tool = 3"}, "cannot be read"),
+        ({"README.md": "only"}, "cannot be read"),
+        ({"pyproject.toml": "#" * 1_000_001}, "too large"),
+    ],
+)
+def test_other_apps_are_not(files: dict[str, str], says: str) -> None:
+    assert says in (is_ours(fab(files)) or "taken")
+
+
+def test_what_is_no_app_is_not() -> None:
+    assert is_ours(b"not a zip") == "it cannot be read"
+
+
+def test_the_components_exist() -> None:
+    from perada.flower import app
+
+    for path in COMPONENTS.values():
+        assert hasattr(app, path.partition(":")[2])
+
+
+# Addresses and encryption.
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("fl.example.org", "fl.example.org", 9092),
+        ("1.2.3.4:80", "1.2.3.4", 80),
+        ("[::1]:80", "::1", 80),
+        ("::1", "::1", 9092),
+    ],
+)
+def test_addresses(text: str, host: str, port: int) -> None:
+    assert Address.parse(text) == Address(host, port)
+
+
+@pytest.mark.parametrize("text", ["", ":80", "a:0", "a:x", "http://a:80", "a:70000"])
+def test_bad_addresses(text: str) -> None:
+    with pytest.raises(InputError, match="host:port"):
+        Address.parse(text)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "fl.example.org", "::"])
+def test_unencrypted_beyond_this_machine_must_be_asked_for_twice(host: str) -> None:
+    with pytest.raises(InputError, match="--i-know-this-is-not-encrypted"):
+        check_plain(Address(host, 1), insecure=True, knows=False)
+    check_plain(Address(host, 1), insecure=True, knows=True)
+    check_plain(Address("127.0.0.1", 1), insecure=True, knows=False)
+    with pytest.raises(InputError, match="only with --insecure"):
+        check_plain(Address(host, 1), insecure=False, knows=True)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ops") / "p"
+    assert cli.main(["flower", "init", str(folder), "--sites", "a,b", "--server", f"127.0.0.1:{free_port()}"]) == 0
+    (folder.parent / "data" / "0").mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["server", "P"], "certs.sh"),
+        (["server", "gone"], "perada flower init"),
+        (["server", "P", "--insecure", "--host", "0.0.0.0"], "--i-know-this-is-not-encrypted"),
+        (["server", "P", "--insecure", "--host", "203.0.113.1", "--i-know-this-is-not-encrypted"], "cannot listen"),
+        (["server", "P", "--i-know-this-is-not-encrypted"], "--insecure"),
+        (["site", "--dir", "P"], "--name"),
+        (["site", "--dir", "P", "--name", "a"], "--data"),
+        (["site", "--dir", "P", "--name", "a", "--data", "gone"], "no data"),
+        (["site", "--dir", "P", "--name", "a", "--data", "D"], "ca.crt"),
+        (["site", "--dir", "P", "--name", "../a", "--data", "D"], "site name"),
+        (["site", "--dir", "D", "--name", "a", "--data", "D"], "site.toml"),
+        (["site", "--dir", "P", "--name", "a", "--data", "D", "--server", "fl.example.org", "--insecure"], "--i-know"),
+        (["run", "P"], "no server runs"),
+        (["collect", "P", "--out", "x"], "no run yet"),
+        (["export", "--dir", "P", "--name", "a", "--out", "x.safetensors"], "has not taken part"),
+    ],
+)
+def test_bad_input_is_one_line(project: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    real = [{"P": str(project), "D": str(project.parent / "data")}.get(word, word) for word in words]
+    assert cli.main(["flower", *real]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert len(said.splitlines()) == 1
+    assert "Traceback" not in said
+
+
+def test_status_without_a_server(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["flower", "status", str(project), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"server": None, "sites": {}, "runs": {}}
+
+
+# Which keys are let in.
+
+
+class Link(Control):
+    """A SuperLink that is a dictionary."""
+
+    registered: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    def call(self, *words: str) -> dict[str, Any]:
+        nodes = Link.registered
+        if words[1] == "list":
+            return {"nodes": list(nodes.values())}
+        if words[1] == "register":
+            node = str(len(nodes) + 100 + int(Path(words[2]).read_text()))
+            nodes[node] = {"node-id": node, "status": "registered"}
+            return {"node-id": int(node)}
+        del nodes[words[2]]
+        return {}
+
+
+def test_the_keys_in_the_folder_are_let_in_and_no_others(tmp_path: Path) -> None:
+    Link.registered = {"7": {"node-id": "7", "status": "online"}}  # a stranger
+    keys = {name: tmp_path / name for name in ("a", "b")}
+    for n, file in enumerate(keys.values()):
+        file.write_text(str(n))
+    link = Link(tmp_path)
+    link.admit(keys)
+    assert sorted(link.sites().values()) == ["a", "b"]
+    assert link.sites().keys() == Link.registered.keys()
+    assert link.admit(keys) == []
+    old = {site: node for node, site in link.sites().items()}
+    keys["a"].write_text("50")  # renewed
+    assert len(link.admit(keys)) == 2
+    new = {site: node for node, site in link.sites().items()}
+    assert new["b"] == old["b"]
+    assert new["a"] != old["a"]
+    link.admit({"b": keys["b"]})
+    assert list(link.sites().values()) == ["b"]
+    Link.registered = {}  # a new database
+    link.admit(keys)
+    assert sorted(link.sites().values()) == ["a", "b"]
+
+
+# Processes.
+
+
+def test_flower_is_kept_off_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
+    monkeypatch.setenv("FLWR_HOME", "/elsewhere")
+    monkeypatch.setenv("https_proxy", "http://proxy.example.org:3128")
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")  # uvicorn would believe anybody who says to be 127.0.0.1
+    found = environment(tmp_path)
+    assert found["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert found["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+    assert found["FLWR_HOME"] == str(tmp_path)
+    assert found["PATH"].startswith(str(Path(sys.executable).parent))
+    assert not {"https_proxy", "FORWARDED_ALLOW_IPS"} & found.keys()
+
+
+def test_without_flower_the_rest_works_and_one_line_says_what_to_install() -> None:
+    code = "import sys; sys.modules['flwr'] = None; from perada import cli; sys.exit(cli.main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "flower", "server", "x", "--port", "3"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: perada flower needs Flower: pip install 'perada[flower]'\n"
+    assert subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, check=False).returncode == 0
+
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+PARENT = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], start_new_session=True)
+time.sleep(60)
+"""
+
+
+def test_a_child_is_stopped_with_all_it_started(tmp_path: Path) -> None:
+    """Also with a grandchild in a session of its own that does not listen; in a process of its own, which becomes the
+    parent of what others leave behind."""
+    script = f"""
+import os, sys, time
+from pathlib import Path
+from perada.flower import processes
+processes.GRACE = 0.5
+with processes.stoppable():
+    lines = []
+    child = processes.Child([sys.executable, "-c", {PARENT!r}], dict(os.environ), Path("log"), lines.append, Path("."))
+    while "up" not in lines:
+        time.sleep(0.02)
+    print(len(processes.descendants(os.getpid())))
+    child.stop()
+    print(len(processes.descendants(os.getpid())))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "0"], done.stderr
+    assert (tmp_path / "log").read_text() == "up\n"
+
+
+def test_a_service_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    """SIGKILL of the parent: the wrapper gets SIGTERM from the kernel."""
+    wrapper = f"import os, sys; sys.path.insert(0, {str(Path(cli.__file__).parent)!r}); import time; " + (
+        "from flower.wrapped import die_with_parent; die_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    parent = (
+        "import os, subprocess, sys, time; "
+        "env = {**os.environ, 'PERADA_FLOWER_PARENT': str(os.getpid())}; "
+        f"subprocess.Popen([sys.executable, '-c', {wrapper!r}], env=env); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    _until(lambda: not _alive(child))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def _until(true: Any, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_lines_for_people_are_marked() -> None:
+    assert marked("perada: hello") == "hello"
+    assert marked("INFO : hello") is None
+
+
+def test_without_a_warm_process_flowers_own_program_runs(tmp_path: Path) -> None:
+    """Nobody listens there: what is given first is run instead, with the same words."""
+    command = [sys.executable, "-I", "-S", str(ASK), "/bin/echo", "--token", "a b"]
+    env = {"PERADA_FLOWER_WARM": str(tmp_path / "gone")}
+    assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout == "--token a b\n"
+    assert subprocess.run(command, env={}, capture_output=True, text=True, check=True).stdout == "--token a b\n"
+
+
+def test_the_warm_process_forks_and_tells_the_exit_code(tmp_path: Path) -> None:
+    code = f"""
+import socket, sys
+from perada.flower import warm
+listener = socket.socket(socket.AF_UNIX)
+listener.bind({str(tmp_path / "warm")!r})
+listener.listen()
+print("up", flush=True)
+def entry():
+    print(sys.argv[1:], flush=True)
+    sys.exit(int(sys.argv[1]))
+warm._serve(listener, entry)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "up\n"
+        env = {"PERADA_FLOWER_WARM": str(tmp_path / "warm")}
+        for number in (0, 7):
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", str(ASK), "/bin/false", str(number), "x"], env=env, check=False
+            )
+            assert done.returncode == number
+            assert f"['{number}', 'x']" in server.stdout.readline()
+        server.kill()

@@ -1,0 +1,93 @@
+"""`perada flower init`: what it writes can be read, built and run as it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from flwr.cli.build import build_fab_from_disk
+
+from perada import cli
+from perada.flower.project import Project
+from perada.flower.wrapped import is_ours
+
+
+def test_a_project_is_ready_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["flower", "init", str(tmp_path / "p")]) == 0
+    files = {str(p.relative_to(tmp_path / "p")) for p in (tmp_path / "p").rglob("*") if p.is_file()}
+    assert files == {"app/pyproject.toml", "server.toml", "site.toml", "certs.sh"}
+    settings = Project.open(tmp_path / "p").settings()
+    assert settings.federation.sites == ("north", "south", "west")
+    assert len(settings.federation.classes) == 10
+    assert settings.config.method_name == "perada"
+    assert settings.config.train.cohort == 0
+    assert Project.open(tmp_path / "p").port() == 9092
+
+
+def test_what_is_asked_for_is_in_it(tmp_path: Path) -> None:
+    words = ["--sites", "b,a", "--method", "ditto", "--preset", "folder", "--classes", "cat,dog"]
+    words += ["--set", "train.rounds=3", "--set", "method.lam=0.5", "--server", "fl.example.org:7000", "--name", "two"]
+    assert cli.main(["flower", "init", str(tmp_path / "p"), *words]) == 0
+    project = Project.open(tmp_path / "p")
+    settings = project.settings()
+    assert settings.federation.sites == ("a", "b")
+    assert settings.federation.classes == ("cat", "dog")
+    assert settings.config.method == {"name": "ditto", "lam": 0.5} | settings.config.method
+    assert settings.config.train.rounds == 3
+    assert project.port() == 7000
+    assert "--server-name fl.example.org --sites a,b" in (project.folder / "certs.sh").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # flwr's own
+def test_the_app_is_a_small_one_without_code(tmp_path: Path) -> None:
+    assert cli.main(["flower", "init", str(tmp_path / "p"), "--name", "St. Mary's"]) == 2  # no name for a folder
+    assert cli.main(["flower", "init", str(tmp_path / "p"), "--name", "st.mary_s"]) == 0
+    (tmp_path / "p" / "certs").mkdir()
+    (tmp_path / "p" / "certs" / "secret.toml").write_text("")  # nothing beside app/ is taken along
+    fab = build_fab_from_disk(Project.open(tmp_path / "p").app)
+    assert len(fab) < 2000
+    assert is_ours(fab) is None
+
+
+def test_the_certificate_script_works(tmp_path: Path) -> None:
+    assert cli.main(["flower", "init", str(tmp_path / "p"), "--sites", "a,b"]) == 0
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    script = str(tmp_path / "p" / "certs.sh")
+    assert subprocess.run([script], env=env, check=False, capture_output=True).returncode == 0
+    assert (tmp_path / "p" / "certs" / "sites" / "b.key").is_file()
+    again = subprocess.run([script], env=env, check=False, capture_output=True, text=True)
+    assert again.returncode == 2
+    assert "not overwritten" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--preset", "digit"], "did you mean 'digits'?"),
+        (["--preset", "folder"], "--classes"),
+        (["--method", "perda"], "did you mean 'perada'?"),
+        (["--set", "train.round=3"], "did you mean 'train.rounds'?"),
+        (["--set", "train.rounds=many"], "a whole number"),
+        (["--sites", ""], "site"),
+        (["--sites", "a,a"], "twice"),
+        (["--server", "a:b:c"], "host:port"),
+        (["--server", "host:99999"], "host:port"),
+        (["--set", "data.alpha=0.5"], "data.alpha has no meaning here"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["flower", "init", str(tmp_path / "p"), *words]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").write_text("precious")
+    assert cli.main(["flower", "init", str(tmp_path)]) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]

@@ -1,0 +1,267 @@
+"""Real processes: the same bytes as the simulator, whatever dies, hangs, lies or does not belong."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from flower.test_parity import assert_same, simulated
+from helpers import assert_same_tensors
+
+from network.federation import PERADA, SITES, Net, rows, until
+from perada import cli
+from perada.flower import certs
+from perada.flower.messages import flat
+from perada.flower.processes import environment
+
+# Parity.
+
+
+@pytest.mark.parametrize("method", ["perada", "ditto", "fedbn"])
+def test_real_processes_equal_the_simulator(net: Net, method: str) -> None:
+    net.setting(method__name=method, train__rounds=2)
+    sim = simulated(net.world)
+    path = net.run(f"parity-{method}")
+    assert_same(net.world, path, sim)
+    last = list(rows(path))[-1]
+    assert last["local_test"]["per_client"] == pytest.approx(sim.evaluate(("local",))["local_test"]["per_client"])
+    if method == "perada":  # with distillation and the clients' guard
+        assert last["distill"]["guard_chose"] is not None
+        assert last["distilled"] == 2
+
+
+# Faults.
+
+GARBAGE = {
+    "nan": "not finite",
+    "shape": "has shape",
+    "dtype": "has dtype float64",
+    "missing": "missing",
+    "norm": "rounds.norm_bound",
+}
+
+
+def test_garbage_is_refused_by_name_and_the_round_completes(net: Net) -> None:
+    """A good round, then a kind of garbage each."""
+    net.misbehave({"west": {f"train-{r}": what for r, what in enumerate(GARBAGE, 1)}})
+    net.setting(train__rounds=len(GARBAGE) + 1, distill__steps=0)
+    path = net.run("garbage")
+    refused = {e["round"]: e for e in net.events("garbage") if e["event"] == "refused"}
+    assert sorted(refused) == list(range(1, len(GARBAGE) + 1))
+    for at, what in enumerate(GARBAGE, 1):
+        assert refused[at]["site"] == "west"
+        assert GARBAGE[what] in refused[at]["detail"]
+    found = {r["round"]: r.get("absent", []) for r in rows(path)}
+    assert found == {1: []} | {r + 1: ["west"] for r in range(1, len(GARBAGE) + 1)}
+
+
+def test_a_run_that_cannot_go_on_says_why_and_is_resumed(net: Net) -> None:
+    net.misbehave({"west": {"train-1": "nan"}})
+    net.setting({"min_sites": 3, "retries": 0}, train__rounds=2, distill__steps=0)
+    done = net.perada("run", str(net.home), "--name", "short")
+    assert done.returncode == 1
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "2 good uploads, 3 needed" in error
+    assert f"perada flower run {net.home} --resume --name short" in error
+    net.misbehave({})
+    sim = simulated(net.world)
+    assert_same(net.world, net.run("short", "--resume"), sim)
+
+
+class Clock(threading.Thread):
+    """When each round of a run began."""
+
+    def __init__(self, net: Net, run: str) -> None:
+        super().__init__(daemon=True)
+        self.net, self.name_of_run, self.began, self.done = net, run, {}, threading.Event()
+
+    def run(self) -> None:
+        while not self.done.wait(0.1):
+            now = self.net.status(self.name_of_run)
+            if now and now["round"] not in self.began:
+                self.began[now["round"]] = time.monotonic()
+
+    def longest(self) -> float:
+        times = list(self.began.values())
+        return max(b - a for a, b in itertools.pairwise(times))
+
+
+def test_a_site_that_hangs_is_left_out_and_its_late_upload_refused(net: Net) -> None:
+    net.misbehave({"west": {"train-1": "sleep 8"}})
+    net.setting({"deadline_s": 7.0}, train__rounds=5, distill__steps=0)
+    clock = Clock(net, "hang")
+    clock.start()
+    path = net.run("hang")
+    clock.done.set()
+    told = [(e["round"], e["event"], e["detail"]) for e in net.events("hang") if e["site"] == "west"]
+    assert (1, "silent", "no answer to train within 7 s") in told
+    assert any(event == "refused" and "late answer to train of round 1" in detail for _, event, detail in told)
+    assert clock.longest() <= 7 + 10
+    found = {r["round"]: r.get("absent", []) for r in rows(path)}
+    assert found[2] == ["west"]
+    assert found[5] == []  # it is back
+
+
+def test_a_site_killed_mid_round_keeps_its_adapter_and_comes_back(net: Net) -> None:
+    net.misbehave({"west": {"train-1": "sleep 600"}})
+    net.setting({"deadline_s": 10.0}, train__rounds=9, distill__steps=0)
+    clock = Clock(net, "killed")
+    clock.start()
+    with subprocess.Popen([*PERADA, "flower", "run", str(net.home), "--name", "killed"], env=net.env) as run:
+        until((net.home / "asleep-west-1").exists, 60, "west is in the middle of round 1")
+        state = net.world.site("west").state
+        id = net.status("killed")["run"]
+        before = flat(state.newest(id))
+        net.kill("west")
+        assert_same_tensors(flat(state.newest(id)), before)
+        until(lambda: net.status("killed")["round"] >= 2, 10 + 10, "round 1 is closed")
+        net.misbehave({"north": {f"train-{r}": "sleep 4" for r in range(2, 8)}})  # west needs half a minute to be back
+        net.start("west")
+        assert run.wait(200) == 0
+    clock.done.set()
+    assert clock.longest() <= 10 + 10
+    found = {r["round"]: r.get("absent", []) for r in rows(net.home / "state" / "runs" / "killed")}
+    assert found[1] == []
+    assert found[2] == ["west"]
+    assert found[9] == []
+    entries = state.rounds(id)
+    assert 1 not in entries  # it was not trained
+    assert entries[-1] == 8
+    assert any(not t.equal(before[n]) for n, t in flat(state.newest(id)).items())
+
+
+def test_a_server_killed_anywhere_finishes_with_the_same_adapters(net: Net) -> None:
+    """Five kills at random moments; the seed is in the output of a failure."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    draw = random.Random(seed)
+    net.setting(train__rounds=7)
+    sim = simulated(net.world)
+    assert net.perada("run", str(net.home), "--name", "crash", "--detach").returncode == 0
+    rounds = []
+    for _ in range(5):
+        until(lambda: net.status("crash"), 60, "the run began")
+        time.sleep(draw.uniform(0, 8))
+        net.kill("server")
+        rounds.append(net.status("crash")["round"])
+        net.start("server")
+        until(net.ready, 60, "the server is back")
+        done = net.perada("run", str(net.home), "--name", "crash", "--resume", "--detach")
+        assert done.returncode == 0, done.stderr
+    print("killed in rounds", rounds)
+    until(lambda: net.status("crash")["status"] == "finished", 200, "the run is finished")
+    assert_same(net.world, net.home / "state" / "runs" / "crash", sim)
+    assert [r["round"] for r in rows(net.home / "state" / "runs" / "crash")] == list(range(1, 8))
+
+
+# Who does not belong.
+
+
+def refused(net: Net, folder: Path, *words: str) -> str:
+    """What `perada flower site` says when it is turned away: one line, code 2, and soon."""
+    command = ["site", "--dir", str(folder), "--server", f"127.0.0.1:{net.port}", *words]
+    done = net.perada(*command, timeout=60)
+    assert done.returncode == 2, done.stderr
+    error = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1
+    assert "Traceback" not in done.stderr
+    return error[0]
+
+
+@pytest.fixture
+def stranger(net: Net, tmp_path: Path) -> Path:
+    """Has everything that west has, but for its keys, which are of its own making."""
+    for name in ("site.toml", "data.npz"):
+        shutil.copy(net.home / "west" / name, tmp_path / name)
+    certs.make(tmp_path / "certs", ["127.0.0.1"], ["west"])
+    return tmp_path
+
+
+def test_a_wrong_authority_is_refused(net: Net, stranger: Path) -> None:
+    assert "is not one that" in refused(net, stranger)
+
+
+def test_an_unregistered_key_is_refused(net: Net, stranger: Path) -> None:
+    shutil.copy(net.home / "certs" / "ca.crt", stranger / "certs" / "ca.crt")
+    assert "does not know this site's key" in refused(net, stranger)
+    assert "refused a site from 127.0.0.1" in net.said("server")
+
+
+def test_plaintext_to_the_tls_port_is_refused(net: Net, stranger: Path) -> None:
+    assert "it wants TLS" in refused(net, stranger, "--insecure")
+    with socket.create_connection(("127.0.0.1", net.port), 5) as plain:
+        plain.sendall(b"POST /v1/fleet/pull-messages HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+        plain.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            assert not plain.recv(100).startswith(b"HTTP")
+
+
+FOREIGN = """
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import ServerApp
+app = ServerApp()
+@app.main()
+def main(grid, context):
+    nodes = list(grid.get_node_ids())
+    messages = [Message(RecordDict({"c": ConfigRecord({})}), n, "train") for n in nodes]
+    replies = list(grid.send_and_receive(messages, timeout=30))
+    with open(context.run_config["out"], "w") as f:
+        f.write(repr([(m.has_error() and m.error.code, m.has_error() and m.error.reason) for m in replies]))
+"""
+
+
+def test_sites_run_no_code_that_the_server_sends(net: Net, tmp_path: Path) -> None:
+    """An app with a ClientApp of its own, which would write a file."""
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "mine.py").write_text(FOREIGN)
+    evil = f"open({str(tmp_path / 'owned')!r}, 'w')\nfrom flwr.clientapp import ClientApp\napp = ClientApp()\n"
+    (tmp_path / "app" / "theirs.py").write_text(evil)
+    text = (net.home / "app" / "pyproject.toml").read_text()
+    text = text.replace("perada.flower.app:server_app", "mine:app").replace(
+        "perada.flower.app:client_app", "theirs:app"
+    )
+    (tmp_path / "app" / "pyproject.toml").write_text(f'{text}out = "{tmp_path / "out"}"\n')
+    flower = net.home / "state" / "flower"
+    flwr = str(Path(sys.executable).parent / "flwr")
+    subprocess.run([flwr, "run", str(tmp_path / "app")], env=environment(flower), check=True, capture_output=True)
+    replies = until(lambda: (tmp_path / "out").exists() and (tmp_path / "out").read_text(), 60, "the replies")
+    assert replies.count("could not be verified") == len(SITES), replies
+    assert not (tmp_path / "owned").exists()
+    assert "refused an app that the server sent: it holds mine.py" in net.said("west")
+
+
+def test_status_collect_report_and_export(net: Net, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net.setting(train__rounds=1, distill__steps=0)
+    net.run("last")
+    found = json.loads(net.perada("status", str(net.home), "--json").stdout)
+    assert found["sites"] == dict.fromkeys(SITES, "online")
+    assert found["runs"]["last"]["status"] == "finished"
+    assert cli.main(["flower", "collect", str(net.home), "--name", "last", "--out", str(tmp_path / "run")]) == 0
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "global.safetensors").is_file()
+    out = tmp_path / "west.safetensors"
+    words = ["export", "--dir", str(net.home / "west"), "--out", str(out), "--merged"]
+    assert cli.main(["flower", *words]) == 0
+    assert out.stat().st_size > 100_000
+
+
+def test_a_renewed_key_counts_at_once(net: Net) -> None:
+    """The server forgets the old one while it runs; the site, which has the new one, comes back by itself."""
+    before = json.loads((net.home / "state" / "flower" / "nodes.json").read_text())
+    times = net.said("west").count("connected to")
+    assert cli.main(["flower", "certs", str(net.home / "certs"), "--renew", "west"]) == 0
+    until(lambda: net.said("west").count("connected to") > times, 60, "west is back")
+    after = json.loads((net.home / "state" / "flower" / "nodes.json").read_text())
+    assert sorted(after.values()) == sorted(SITES)
+    assert {site for node, site in after.items() if node not in before} == {"west"}
+    assert "the key of west is no longer let in" in net.said("server")
