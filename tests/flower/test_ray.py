@@ -1,21 +1,14 @@
-"""The same apps on Flower's simulation engine. Ray is large, so this runs only where it is installed."""
+"""The same apps on Flower's simulation engine (Ray)."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from flower.test_parity import assert_same, simulated
 from flower.wire import SITES, make_world
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="no Ray: pip install perada[flower-sim]"
-)
 
 
 def test_the_simulation_engine_gives_what_the_simulator_gives(tmp_path: Path) -> None:
