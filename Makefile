@@ -39,9 +39,12 @@ wheel-check: $(VENV)/.installed
 	cd .wheel-check && venv/bin/perada --version && venv/bin/perada train digits --set train.rounds=3 --set train.epochs=1 --set distill.steps=5
 	rm -rf .wheel-check
 
+# On a machine with a GPU also the steps beside a plain loop, whole rounds, and the fast path against the plain one.
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/lanes.py
 	$(BIN)/python benchmarks/conv_kernels.py
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "no GPU here: that was all"; exit 0; } \
+	&& $(BIN)/python benchmarks/plain_loop.py && $(BIN)/python benchmarks/rounds.py && $(BIN)/python benchmarks/fast_vs_plain.py
 
 clean:
 	rm -rf $(VENV) .wheel-check build dist .pytest_cache .mypy_cache .ruff_cache

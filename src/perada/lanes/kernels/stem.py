@@ -50,13 +50,15 @@ def _pooled(
     for tap in tl.static_range(9):
         i, j = 2 * row - 1 + tap // 3, 2 * column - 1 + tap % 3
         there = ((i >= 0) & (i < height) & (j >= 0) & (j < width))[:, None] & mask
-        at = (k * rows + ((image * height + i) * width + j)[:, None]) * channels + c[None, :]
-        value = tl.maximum(tl.load(x_ptr + at, mask=there, other=0.0).to(ACC) * scale + offset, 0.0)
+        at = ((image * height + i) * width + j)[:, None] * channels + c[None, :]
+        value = tl.maximum(
+            tl.load(x_ptr + k * rows * channels + at, mask=there, other=0.0).to(ACC) * scale + offset, 0.0
+        )
         better = there & (value > best)
         best, which = tl.where(better, value, best), tl.where(better, tap, which)
-    at = (k * out_rows + r[:, None]) * channels + c[None, :]
-    tl.store(y_ptr + at, best.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(at_ptr + at, which.to(tl.uint8), mask=mask)
+    lane, at = k * out_rows * channels, r[:, None] * channels + c[None, :]
+    tl.store(y_ptr + lane + at, best.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(at_ptr + lane + at, which.to(tl.uint8), mask=mask)
 
 
 @triton.jit
@@ -73,14 +75,16 @@ def _pooled_sums(
     for step in range(LOOPS):
         r = part * chunk + step * BR + tl.arange(0, BR)
         mask = ((r < out_rows) & (r < part * chunk + chunk))[:, None] & inside[None, :]
-        at = (k * out_rows + r[:, None]) * channels + c[None, :]
-        passed = mask & (tl.load(y_ptr + at, mask=mask, other=0.0) > 0)
-        g = tl.load(g_ptr + at, mask=passed, other=0.0).to(ACC)
-        tap = tl.load(at_ptr + at, mask=mask, other=0).to(tl.int32)
+        lane, at = k * out_rows * channels, r[:, None] * channels + c[None, :]
+        passed = mask & (tl.load(y_ptr + lane + at, mask=mask, other=0.0) > 0)
+        g = tl.load(g_ptr + lane + at, mask=passed, other=0.0).to(ACC)
+        tap = tl.load(at_ptr + lane + at, mask=mask, other=0).to(tl.int32)
         image, row, column = r // (out_height * out_width), r // out_width % out_height, r % out_width
         i, j = 2 * row[:, None] - 1 + tap // 3, 2 * column[:, None] - 1 + tap % 3
-        source = (k * rows + (image[:, None] * height + i) * width + j) * channels + c[None, :]
-        x = (tl.load(x_ptr + source, mask=passed, other=0.0).to(ACC) - mean[None, :]) * rstd[None, :]
+        source = ((image[:, None] * height + i) * width + j) * channels + c[None, :]
+        x = (tl.load(x_ptr + k * rows * channels + source, mask=passed, other=0.0).to(ACC) - mean[None, :]) * rstd[
+            None, :
+        ]
         first += tl.sum(g, 0)
         second += tl.sum(tl.where(passed, g * x, 0.0), 0)
     at = part_ptr + (k * PARTS + part) * 2 * channels + c

@@ -68,10 +68,11 @@ def sums(
     inside = c < channels
     shift = tl.load(shift_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
     first, second = tl.zeros([BC], ACC), tl.zeros([BC], ACC)
+    x_ptr += k * rows * channels  # within a lane 32 bits do, and they are cheaper
     for i in range(LOOPS):
         r = part * chunk + i * BR + tl.arange(0, BR)
         mask = ((r < rows) & (r < part * chunk + chunk))[:, None] & inside[None, :]
-        at = (k * rows + r[:, None]) * channels + c[None, :]
+        at = r[:, None] * channels + c[None, :]
         x = tl.where(mask, tl.load(x_ptr + at, mask=mask, other=0.0).to(ACC) - shift[None, :], 0.0)
         first += tl.sum(x, 0)
         second += tl.sum(x * x, 0)
