@@ -378,7 +378,7 @@ def test_every_method_is_searched_and_written_with_its_own_settings(
 ) -> None:
     file, seen = tmp_path / "mine.toml", []
     file.write_text('preset = "digits"\n' + text)
-    monkeypatch.setattr("perada.tune._train", lambda search, config, *rest: seen.append(config) or 1.0)
+    monkeypatch.setattr("perada.tune._train", lambda path, search, config, *rest: seen.append(config) or 1.0)
     monkeypatch.setattr("perada.tune.shutil.rmtree", lambda path: None)
     tune(str(file), methods=methods, set={**TINY, **set}, grid={"train.lr": [0.05]}, out=tmp_path / "out")
     written = resolve(str(tmp_path / "out" / "tuned.toml"), {"method.name": methods.split(",")[-1]})

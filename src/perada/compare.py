@@ -37,7 +37,7 @@ from .report import write_report
 from .rounds import Progress
 from .runs import device_of, write_atomic
 from .simulate import Say
-from .workers import jobs_for, share_lanes, work_through
+from .workers import jobs_for, share_lanes, shares, work_through
 
 PLAN = "plan.json"
 
@@ -137,7 +137,7 @@ def _go_through(
 
     on_run(len(names) - len(left), len(names), left[0] if left else "done")
     many = jobs or jobs_for(len(left), federation.device)
-    if many > 1 and federation.device.type == "cpu":
+    if many > 1 and not shares(federation.device):
         _all_at_once(found, left, many, here, done, speak)
         left = []
     elif many > 1:

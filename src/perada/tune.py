@@ -15,6 +15,7 @@ from .api import default_source, free_path, newest_path, resumable, source_name
 from .config import Config, resolve, toml_value, tune_grid
 from .data import Federation
 from .errors import InputError, unknown
+from .lanes import Pool
 from .methods import grids, hyperparameters
 from .plan import (
     absolute,
@@ -37,6 +38,7 @@ from .plan import (
 from .rounds import Progress, run
 from .runs import RunFolder, write_atomic
 from .simulate import Say, check, prepare
+from .workers import jobs_for, share_lanes, shares
 
 PLAN = "search.json"
 GRIDS: dict[str, tuple[float, ...]] = {  # the paper's
@@ -65,10 +67,12 @@ class Search:
         write_atomic(self.path / "results.jsonl", "".join(lines).encode())
 
     def best(self) -> dict[str, dict[str, Any]]:
-        """The settings of the highest mean validation score, method by method; the first of equals."""
+        """The settings of the highest mean validation score, method by method; the first of equals in the plan."""
         out: dict[str, dict[str, Any]] = {}
+        order = {_name(point): at for at, point in enumerate(self.plan.get("points", []))}
+        results = sorted(self.results(), key=lambda r: order.get(_name(r), len(order)))
         for method in self.plan["methods"]:
-            found = [r for r in self.results() if r["method"] == method and r["local_val"] is not None]
+            found = [r for r in results if r["method"] == method and r["local_val"] is not None]
             if found:
                 out[method] = max(found, key=lambda r: r["local_val"])
         return out
@@ -158,18 +162,40 @@ def _go_through(
     points, speak = search.plan["points"], once(say)
     federation = check_all([_config(search, points[0], overrides)])
     speak(f"{len(points)} training{'s' if len(points) > 1 else ''}")
-    done = {json.dumps([r["method"], r["settings"]]) for r in search.results()}
-    for at, point in enumerate(points):
-        shown = ", ".join(f"{k.partition('.')[2]} {toml_value(v)}" for k, v in point["settings"].items())
-        on_point(at, len(points), f"{point['method']} {shown}".strip())
-        if json.dumps([point["method"], point["settings"]]) not in done:
-            with resumable(search.path, "perada tune"):
-                score = _train(search, _config(search, point, overrides), federation, on_round, speak)
-                search.record({**point, "local_val": score})
-                shutil.rmtree(search.path / "current")
+    known = {_name(r) for r in search.results()}
+    left = {_name(p): p for p in points if _name(p) not in known}
+
+    def train(name: str, pool: Pool | None = None) -> None:
+        path = search.path / ("current" if pool is None else f"current-{list(map(_name, points)).index(name)}")
+        heard = on_round if pool is None else lambda progress: None
+        score = _train(path, search, _config(search, left[name], overrides), federation, heard, speak, pool)
+        search.record({**left[name], "local_val": score})
+        shutil.rmtree(path)
+
+    jobs = jobs_for(len(left), federation.device) if shares(federation.device) else 1
+    with resumable(search.path, "perada tune"):
+        if jobs > 1:
+            share_points(list(left), jobs, train, lambda name: on_point(len(search.results()), len(points), name))
+        else:
+            for at, point in enumerate(points):
+                on_point(at, len(points), _name(point))
+                if _name(point) in left:
+                    train(_name(point))
     on_point(len(points), len(points), "done")
     with resumable(search.path, "perada tune"):
         search.write_tuned()
+
+
+def share_points(names: Sequence[str], jobs: int, train: Callable[..., None], done: Callable[[str], None]) -> None:
+    """In one pool of lanes."""
+    done(names[0])
+    share_lanes(names, jobs, train, done)
+
+
+def _name(point: Mapping[str, Any]) -> str:
+    """A point or its result in words."""
+    shown = ", ".join(f"{k.partition('.')[2]} {toml_value(v)}" for k, v in point["settings"].items())
+    return f"{point['method']} {shown}".strip()
 
 
 def _begin(
@@ -234,10 +260,16 @@ def _config(search: Search, point: Mapping[str, Any], overrides: Mapping[str, An
 
 
 def _train(
-    search: Search, config: Config, federation: Federation, on_round: Callable[[Progress], None], say: Say
+    path: Path,
+    search: Search,
+    config: Config,
+    federation: Federation,
+    on_round: Callable[[Progress], None],
+    say: Say,
+    pool: Pool | None,
 ) -> float | None:
-    """One point: its run folder lives in `current/` until its score is written down."""
-    path, text = search.path / "current", config.toml()
+    """One point: its run folder is `path` until its score is written down."""
+    text = config.toml()
     if path.exists() and (not (path / "config.toml").is_file() or (path / "config.toml").read_text() != text):
         shutil.rmtree(path)  # of another point
     folder = RunFolder(path) if path.exists() else RunFolder.create(path, text, overwrite=False)
@@ -247,6 +279,7 @@ def _train(
     if shared is not None and ready is None and sim.backbone is not None:
         folder.save_backbone(sim.backbone)
         keep_backbone(folder.backbone, shared)
+    sim.model.pool = pool
     found, _ = folder.load()
     if found is not None:
         sim.restore(found)

@@ -24,7 +24,12 @@ Work = Callable[[str, Callable[[str], None]], None]
 def jobs_for(runs: int, device: torch.device) -> int:
     """A core each, two runs a process at least (a process takes seconds to start), four processes at most (memory). On
     a GPU the runs share a process and its lanes."""
-    return min(runs, 6) if device.type == "cuda" else max(1, min(cores(), runs // 2, 4))
+    return min(runs, 6) if shares(device) else max(1, min(cores(), runs // 2, 4))
+
+
+def shares(device: torch.device) -> bool:
+    """Whether several runs there share a process and their lanes."""
+    return device.type == "cuda"
 
 
 def share_lanes(

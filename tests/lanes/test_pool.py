@@ -11,11 +11,13 @@ import pytest
 from helpers import assert_close_norm, assert_same_tensors
 from small import everything, small
 
+import perada.tune
 from perada.compare import Comparison, compare, share_runs
 from perada.data import Federation
 from perada.errors import Interrupted
 from perada.lanes import Pool, pool, replay, train
 from perada.simulate import Simulation, prepare
+from perada.tune import tune
 from perada.workers import share_lanes
 
 Runs = dict[str, dict[str, Any]]
@@ -183,3 +185,22 @@ def test_an_interrupt_saves_every_run(tmp_path: Path, monkeypatch: pytest.Monkey
         )
     rounds = [len(list((tmp_path / "c" / n / "checkpoints").glob("round-*"))) for n in ("fedavg-1", "fedavg-2")]
     assert all(rounds)
+
+
+def test_points_of_a_search_in_one_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same scores as one after another, and nothing left behind."""
+    settings = {"train.rounds": 2, "train.epochs": 1, "run.precision": "fp64", "data.clients": 4, "train.cohort": 2}
+    grid = {"train.lr": (0.01, 0.05), "method.lam": (0.1, 1.0)}
+    alone = tune("digits", methods="perada-no-kd", set=settings, grid=grid, out=tmp_path / "alone")
+    monkeypatch.setattr(perada.tune, "jobs_for", lambda runs, device: 3)
+    real = perada.tune._go_through.__globals__["share_points"]
+    seen: list[int] = []
+    monkeypatch.setattr(perada.tune, "share_points", lambda names, *rest: seen.append(len(names)) or real(names, *rest))
+    monkeypatch.setattr(perada.tune, "shares", lambda device: True)
+    shared = tune("digits", methods="perada-no-kd", set=settings, grid=grid, out=tmp_path / "shared")
+    assert seen == [4]
+    assert not list((tmp_path / "shared").glob("current*"))
+    scores = [{str(r["settings"]): r["local_val"] for r in s.results()} for s in (alone, shared)]
+    assert scores[0] == pytest.approx(scores[1])
+    assert alone.best() == shared.best()
+    assert (tmp_path / "alone" / "tuned.toml").read_text() == (tmp_path / "shared" / "tuned.toml").read_text()
