@@ -154,3 +154,19 @@ def test_public_images_kept_behind_the_first_layer_distil_the_same(monkeypatch: 
     assert len(found.model.__dict__["replays"]) == 2
     for name, tensor in everything(found).items():
         assert_close_norm(tensor, everything(wanted)[name], 1e-9, what=name)
+
+
+def test_only_the_last_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool whose runs come and go would otherwise fill the memory."""
+    monkeypatch.setattr(replay, "DEVICES", ("cpu",))
+    monkeypatch.setattr(replay, "KEPT", 2)
+    sim = prepare(small(method__name="fedrep", run__precision="fp64", train__cohort=3))
+    sim.step()
+    first = list(sim.model.__dict__["replays"].values())
+    assert len(first) == 2
+    sim.step()
+    assert list(sim.model.__dict__["replays"].values()) == first, "the same two, in the same order of use"
+    sim.lanes = 2
+    sim.step()
+    assert len(sim.model.__dict__["replays"]) == 2
+    assert not set(map(id, sim.model.__dict__["replays"].values())) & set(map(id, first))

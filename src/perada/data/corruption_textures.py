@@ -13,8 +13,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import ndimage
-from scipy.spatial import cKDTree
 
 from ..lanes import rng_of
 
@@ -59,6 +57,8 @@ def tint(rgb: Sequence[float], channels: int) -> Pixels:
 
 def smooth(x: Pixels, sigma: float) -> Pixels:
     """A Gaussian blur of each plane `[..., H, W]`."""
+    from scipy import ndimage  # here, not above: slow to import, and few commands corrupt anything
+
     out: Pixels = ndimage.gaussian_filter(x, (0,) * (x.ndim - 2) + (sigma, sigma), mode="nearest")
     return out
 
@@ -123,6 +123,8 @@ def pooled(x: Pixels, size: int) -> Pixels:
 
     Tents `size` apart add up to a constant: a kernel for small pixels, its taps moved that far apart, has no gaps.
     """
+    from scipy import ndimage
+
     for half in (0, -((size + 1) % 2)):  # where size is even, the second mean takes back the first one's half pixel
         x = ndimage.uniform_filter(
             x, (1,) * (x.ndim - 2) + (size, size), mode="nearest", origin=(0,) * (x.ndim - 2) + (half, half)
@@ -132,6 +134,8 @@ def pooled(x: Pixels, size: int) -> Pixels:
 
 def disc(radius: float, sigma: float) -> Taps:
     """An aperture: a filled circle with its edge softened by a Gaussian of width sigma."""
+    from scipy import ndimage
+
     reach = math.ceil(radius + 3 * sigma)
     y, x = np.mgrid[-reach : reach + 1, -reach : reach + 1]
     weights = ndimage.gaussian_filter((y**2 + x**2 <= radius**2).astype(np.float64), sigma, mode="constant")
@@ -190,6 +194,8 @@ def frost_sheet(number: int, height: int, width: int, scale: float) -> Pixels:
     in the mean: the published weights darken the image faster than they add ice (from 3 to 4 they add none), so with
     a bright texture a higher severity would bring images back to what they were.
     """
+    from scipy.spatial import cKDTree
+
     rng = rng_of("corruption", "frost", "sheet", number)
     spacing = (9, 11, 13, 15, 18)[number] * scale  # pixels from crystal to crystal
     count = max(4, round(height * width / spacing**2))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 DEVICES = ("cuda",)  # where steps are recorded; tests add the CPU, where they are only run
+KEPT = 8  # loops whose recordings are kept, those used last
 WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # lane counts that get a recording of their own
 
 
@@ -64,9 +65,11 @@ def recorded(
     )
     whole = (key, options, slots, shapes, batches.shape(), loss)
     kept: dict[Hashable, Replay] = model.__dict__.setdefault("replays", {})
-    if whole not in kept:
-        kept[whole] = Replay(model, start, batches, loss, update, options, slots)
-    return kept[whole]
+    found = kept.pop(whole, None) or Replay(model, start, batches, loss, update, options, slots)
+    while len(kept) >= KEPT:
+        del kept[next(iter(kept))]
+    kept[whole] = found  # the newest last
+    return found
 
 
 class Replay:
