@@ -107,7 +107,7 @@ def settle(counts: Tensor, at: Tensor, finite: Tensor, losses: Tensor, total: Te
 def _keep(old_ptr, new_ptr, moves_ptr, size, BLOCK: tl.constexpr):
     k = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = (i < size) & (tl.load(moves_ptr + k) != 0)
+    mask = i < tl.where(tl.load(moves_ptr + k) != 0, size, 0)
     tl.store(old_ptr + k * size + i, tl.load(new_ptr + k * size + i, mask=mask, other=0.0), mask=mask)
 
 

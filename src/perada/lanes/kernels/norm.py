@@ -49,8 +49,8 @@ def _forward(
             shift = tl.load(old_ptr + k * channels + c, mask=inside, other=0.0)
             first, second = reduced(part_ptr, k, c, inside, channels, PARTS)
         mean, rstd = statistics(
-            first, second, shift, tile == 0, k, c, inside, rows, channels, running_stride, mean_ptr, rstd_ptr,
-            running_mean_ptr, running_var_ptr, MOMENTUM, EPS, KEEP, ACC, BC,
+            first, second, shift, k, c, c < tl.where(tile == 0, channels, 0), rows, channels, running_stride,
+            mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, MOMENTUM, EPS, KEEP, ACC, BC,
         )  # fmt: skip
     y = (x - mean[None, :]) * (rstd * weight)[None, :] + bias[None, :]
     if DROP:
@@ -136,7 +136,7 @@ def _backward(
         second = tl.sum(tl.where(mask, g * centred, 0.0), 0)
     else:
         first, second = reduced(part_ptr, k, c, inside, channels, PARTS)
-    write = inside & (tl.program_id(1) == 0)
+    write = c < tl.where(tl.program_id(1) == 0, channels, 0)
     tl.store(dbias_ptr + k * dbias_stride + c, first.to(dbias_ptr.dtype.element_ty), mask=write)
     tl.store(dweight_ptr + k * dweight_stride + c, second.to(dweight_ptr.dtype.element_ty), mask=write)
     if ADD:

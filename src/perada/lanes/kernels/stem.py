@@ -40,8 +40,8 @@ def _pooled(
         shift = tl.load(old_ptr + k * channels + c, mask=inside, other=0.0)
         first, second = reduced(part_ptr, k, c, inside, channels, PARTS)
         mean, rstd = statistics(
-            first, second, shift, tile == 0, k, c, inside, rows, channels, running_stride, mean_ptr, rstd_ptr,
-            running_mean_ptr, running_var_ptr, MOMENTUM, EPS, KEEP, ACC, BC,
+            first, second, shift, k, c, c < tl.where(tile == 0, channels, 0), rows, channels, running_stride,
+            mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, MOMENTUM, EPS, KEEP, ACC, BC,
         )  # fmt: skip
     scale = (rstd * weight)[None, :]
     offset = bias[None, :] - mean[None, :] * scale

@@ -1,5 +1,8 @@
 """What the kernels of a batch norm share: sums over a lane's rows, statistics from them, draws.
 
+A mask for one program of several compares with a limit that is 0 for the others: Triton 3.9's interpreter does not
+take a block of booleans and a single one together.
+
 Activations are `[K·B, C, H, W]` in channels_last, so lane k's values are the rows k·R .. (k+1)·R of `[K·R, C]`, where
 R = B·H·W.
 """
@@ -34,17 +37,16 @@ def lane_values(first_ptr, second_ptr, k, c, inside, stride, ACC: tl.constexpr):
 
 @triton.jit
 def statistics(
-    first, second, shift, write, k, c, inside, rows, channels, stride, mean_ptr, rstd_ptr, running_mean_ptr,
+    first, second, shift, k, c, mask, rows, channels, stride, mean_ptr, rstd_ptr, running_mean_ptr,
     running_var_ptr, MOMENTUM: tl.constexpr, EPS: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """Σ(x − shift) and Σ(x − shift)² -> mean and 1/σ. The one program of a lane and channel that may `write` hands
-    them to the backward pass and brings the running statistics up to date."""
+    """Σ(x − shift) and Σ(x − shift)² -> mean and 1/σ. Where `mask` says (one program of a lane and channel) they are
+    handed to the backward pass, and the running statistics brought up to date."""
     count = tl.zeros([BC], ACC) + rows
     moved = first / count
     var = tl.maximum(second / count - moved * moved, 0.0)
     mean, rstd = shift + moved, 1.0 / tl.sqrt(var + EPS)
-    mask = inside & write
     tl.store(mean_ptr + k * channels + c, mean, mask=mask)
     tl.store(rstd_ptr + k * channels + c, rstd, mask=mask)
     if KEEP:
@@ -79,7 +81,7 @@ def sums(
     at = part_ptr + (k * PARTS + part) * 2 * channels + c
     tl.store(at, first, mask=inside)
     tl.store(at + channels, second, mask=inside)
-    tl.store(old_ptr + k * channels + c, shift, mask=inside & (part == 0))
+    tl.store(old_ptr + k * channels + c, shift, mask=c < tl.where(part == 0, channels, 0))
 
 
 @triton.jit
