@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.cli.supernode.register import try_load_public_key
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
@@ -45,7 +46,7 @@ def test_the_server_certificate_names_what_sites_dial(made: Path) -> None:
     found = x509.load_pem_x509_certificate((made / "server.crt").read_bytes())
     names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["fl.example.org", "localhost"]
-    assert [str(a) for a in names.get_values_for_type(x509.IPAddress)] == ["10.1.2.3", "127.0.0.1"]
+    assert [str(a) for a in names.get_values_for_type(x509.IPAddress)] == ["10.1.2.3", "127.0.0.1", "::1"]
 
 
 def test_flower_reads_the_keys_and_they_belong_together(made: Path) -> None:
@@ -119,6 +120,7 @@ def test_nothing_is_overwritten(made: Path, words: list[str], says: str, capsys:
         (["--server-name", "fl.example.org", "--sites", "a,a"], "named twice"),
         (["--server-name", "fl.example.org", "--sites", "a,A"], "named twice"),
         (["--server-name", "fl.example.org", "--sites", "../a"], "site name '../a'"),
+        (["--server-name", "fl.example.org", "--sites", "a,Server"], "site name 'Server'"),
         (["--server-name", "https://fl.example.org", "--sites", "a"], "neither a host's name nor an address"),
     ],
 )
@@ -169,3 +171,36 @@ def test_nobody_there_is_not_a_refusal(made: Path) -> None:
         port = s.getsockname()[1]
     with pytest.raises(NoAnswer, match="refused"):
         probe(Address("127.0.0.1", port), made / "ca.crt")
+
+
+def test_without_sites_there_is_a_folder_for_their_keys(tmp_path: Path) -> None:
+    """docs/deploy.md: sites make their own keys and send them."""
+    assert cli.main(["flower", "certs", str(tmp_path / "c"), "--server-name", "fl.example.org"]) == 0
+    assert mode(tmp_path / "c" / "sites") == 0o700
+
+
+def test_a_renewed_certificate_is_for_this_machine_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the old one was made before ::1 was among the names."""
+    with monkeypatch.context() as patch:
+        patch.setattr(certs, "_alternatives", lambda names: [x509.DNSName("fl.example.org")])
+        certs.make(tmp_path, ["fl.example.org"], [])
+    certs.renew_server(tmp_path, [])
+    assert certs.names(tmp_path / "server.crt") == ["fl.example.org", "localhost", "127.0.0.1", "::1"]
+
+
+def test_which_keys_may_be_let_in(tmp_path: Path) -> None:
+    certs.make(tmp_path, ["127.0.0.1"], ["a", "b", "c", "d"])
+    keys = certs.read_keys(tmp_path)
+    keys["b"] = keys["b"][:50]
+    keys["d"] = keys["c"].replace(b" c", b" d")  # the comment says another
+    rsa = generate_private_key(65537, 2048).public_key()
+    keys["e"] = rsa.public_bytes(certs.serialization.Encoding.OpenSSH, certs.serialization.PublicFormat.OpenSSH)
+    keys["f"] = b""
+    good, wrong = certs.good_keys(keys)
+    assert good == {"a": keys["a"]}
+    assert wrong == [
+        "b.pub cannot be read: b is not let in",
+        "e.pub is not an ECDSA key of a NIST curve: e is not let in",
+        "f.pub cannot be read: f is not let in",
+        "c and d have one and the same key: not let in",
+    ]

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ConfigRecord, Error, Message
+from flwr.app import Array, ConfigRecord, Error, Message, RecordDict
 from helpers import assert_same_tensors
 from small import adapters
 
 from flower.wire import SITES, MemoryGrid, make_world, run
 from perada.errors import InputError, RunError
+from perada.flower import link
 from perada.flower.app import serve
 from perada.flower.messages import flat
 from perada.runs import RunFolder
@@ -79,6 +80,29 @@ def lying_header(reply: Message) -> None:
     reply.content["state"]["params/fc.weight"] = Array("float32", good.shape, good.stype, data)
 
 
+def header(text: bytes) -> Callable[[Message], None]:
+    """An array with this for a header: numpy's reader falls over each of them in another way."""
+
+    def meddle(reply: Message) -> None:
+        good = reply.content["state"]["params/fc.weight"]
+        data = np.lib.format.magic(1, 0) + len(text).to_bytes(2, "little") + text
+        reply.content["state"]["params/fc.weight"] = Array("float32", good.shape, good.stype, data)
+
+    return meddle
+
+
+HEADERS = {
+    "empty descr": b"{'descr': (), 'fortran_order': False, 'shape': (1, 10), }\n",
+    "descr of one": b"{'descr': ('<f4',), 'fortran_order': False, 'shape': (1, 10), }\n",
+    "open string": b"{'descr': '''\n",
+    "open brackets": b"(" * 9000,
+    "many signs": b"-" * 9000 + b"1",
+    "no keys": b"{[]: 1}\n",
+    "odd keys": b"{1:2,'a':3}\n",
+    "a zero byte": b"{'descr': '\0'}\n",
+}
+
+
 def pickled(reply: Message) -> None:
     good = reply.content["state"]["params/fc.weight"]
     reply.content["state"]["params/fc.weight"] = Array("object", good.shape, good.stype, b"\x80\x04K\x01.")
@@ -106,6 +130,7 @@ GARBAGE: dict[str, tuple[Callable[[Message], None], str]] = {
     "its own error": (says(error="bad input at the site, see its log"), "bad input at the site"),
     "a lie about the size": (lying_header, "has shape (1, 500000000000)"),
     "pickle": (pickled, "is no plain array"),
+    **{f"header: {name}": (header(text), "is no plain array") for name, text in HEADERS.items()},
     "numbers": (lambda reply: reply.content.update(numbers=ConfigRecord({"loss": "low"})), "numbers are not numbers"),
 }
 
@@ -328,6 +353,25 @@ def test_a_reply_that_breaks_flowers_own_reading_is_the_sites_fault(dropped: Pat
     path = serve(Grid(world, meddle), world.settings, "run")
     refused = [(e["site"], e["detail"]) for e in events(path) if e["event"] == "refused"]
     assert refused == [("west", "train: its reply cannot be read (ValueError)")]
+    assert adapters(path) == adapters(dropped)
+
+
+def test_a_reply_that_breaks_our_own_reading_is_the_sites_fault(
+    dropped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(tmp_path, **EVERYBODY)
+    real = link.unbundle
+
+    def broken(content: RecordDict) -> RecordDict:
+        said = content["about"]
+        if (said["site"], said["kind"], said["round"]) == ("west", "train", 1):
+            raise IndexError("list index out of range")
+        return real(content)
+
+    monkeypatch.setattr(link, "unbundle", broken)
+    path, _ = run(world)
+    refused = [(e["site"], e["detail"]) for e in events(path) if e["event"] == "refused"]
+    assert refused == [("west", "train: its reply cannot be read (IndexError)")]
     assert adapters(path) == adapters(dropped)
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
 import subprocess
 import sys
 import time
 import zipfile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from perada import cli
 from perada.errors import InputError
 from perada.flower.address import Address, check_plain, free_port
-from perada.flower.control import Control
 from perada.flower.processes import environment, marked
 from perada.flower.warm import ASK
 from perada.flower.wrapped import COMPONENTS, LocalOnly, is_ours
@@ -109,6 +109,35 @@ def test_other_apps_are_not(files: dict[str, str], says: str) -> None:
     assert says in (is_ours(fab(files)) or "taken")
 
 
+GUARDED = """
+import sys
+from flwr.superlink.servicer.control import control_handlers
+from perada.flower.wrapped import guard_apps
+guard_apps()
+for path in sys.argv[1:]:
+    try:
+        control_handlers.get_fab_config(open(path, "rb").read())
+        print("read")
+    except ValueError as error:
+        print(error)
+try:
+    control_handlers._get_remote_fab("rest", "@flwrlabs/quickstart")
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+def test_the_server_reads_no_app_but_ours(tmp_path: Path) -> None:
+    """In a process of its own: Flower's functions are replaced. tests/network starts a real one."""
+    whole = PROJECT.replace("[project]", '[project]\nname = "x"\nversion = "1.0.0"\nlicense = "MIT"')
+    (tmp_path / "ours").write_bytes(fab({"pyproject.toml": whole + '[tool.flwr.app]\npublisher = "x"\n'}))
+    (tmp_path / "other").write_bytes(fab({"pyproject.toml": PROJECT, "evil.py": "boom"}))
+    command = [sys.executable, "-c", GUARDED, str(tmp_path / "ours"), str(tmp_path / "other")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("perada: ")]
+    assert lines == ["read", "not PerAda's own app: it holds evil.py", "FlowerError"]
+
+
 def test_what_is_no_app_is_not() -> None:
     assert is_ours(b"not a zip") == "it cannot be read"
 
@@ -192,49 +221,6 @@ def test_bad_input_is_one_line(project: Path, words: list[str], says: str, capsy
 def test_status_without_a_server(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["flower", "status", str(project), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"server": None, "sites": {}, "runs": {}}
-
-
-# Which keys are let in.
-
-
-class Link(Control):
-    """A SuperLink that is a dictionary."""
-
-    registered: ClassVar[dict[str, dict[str, Any]]] = {}
-
-    def call(self, *words: str) -> dict[str, Any]:
-        nodes = Link.registered
-        if words[1] == "list":
-            return {"nodes": list(nodes.values())}
-        if words[1] == "register":
-            node = str(len(nodes) + 100 + int(Path(words[2]).read_text()))
-            nodes[node] = {"node-id": node, "status": "registered"}
-            return {"node-id": int(node)}
-        del nodes[words[2]]
-        return {}
-
-
-def test_the_keys_in_the_folder_are_let_in_and_no_others(tmp_path: Path) -> None:
-    Link.registered = {"7": {"node-id": "7", "status": "online"}}  # a stranger
-    keys = {name: tmp_path / name for name in ("a", "b")}
-    for n, file in enumerate(keys.values()):
-        file.write_text(str(n))
-    link = Link(tmp_path)
-    link.admit(keys)
-    assert sorted(link.sites().values()) == ["a", "b"]
-    assert link.sites().keys() == Link.registered.keys()
-    assert link.admit(keys) == []
-    old = {site: node for node, site in link.sites().items()}
-    keys["a"].write_text("50")  # renewed
-    assert len(link.admit(keys)) == 2
-    new = {site: node for node, site in link.sites().items()}
-    assert new["b"] == old["b"]
-    assert new["a"] != old["a"]
-    link.admit({"b": keys["b"]})
-    assert list(link.sites().values()) == ["b"]
-    Link.registered = {}  # a new database
-    link.admit(keys)
-    assert sorted(link.sites().values()) == ["a", "b"]
 
 
 # Processes.
@@ -365,4 +351,30 @@ warm._serve(listener, entry)
             )
             assert done.returncode == number
             assert f"['{number}', 'x']" in server.stdout.readline()
+        server.kill()
+
+
+def test_work_that_hangs_is_ended(tmp_path: Path) -> None:
+    """SIGALRM in the child; whoever asked is told, and the next one is served."""
+    code = f"""
+import socket, sys, time
+from perada.flower import processes, warm
+processes.LATE = 0.1
+listener = socket.socket(socket.AF_UNIX)
+listener.bind({str(tmp_path / "warm")!r})
+listener.listen()
+print("up", flush=True)
+def entry():
+    warm.limit(0.1)
+    time.sleep(float(sys.argv[1]))
+warm._serve(listener, entry)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "up\n"
+        env = {"PERADA_FLOWER_WARM": str(tmp_path / "warm")}
+        command = [sys.executable, "-I", "-S", str(ASK), "/bin/false"]
+        assert subprocess.run([*command, "60"], env=env, check=False, timeout=20).returncode == -signal.SIGALRM & 0xFF
+        assert "ended a ClientApp" in (marked(server.stdout.readline()) or "")
+        assert subprocess.run([*command, "0"], env=env, check=False, timeout=20).returncode == 0
         server.kill()

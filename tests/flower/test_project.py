@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from flwr.cli.build import build_fab_from_disk
 
 from perada import cli
 from perada.flower.project import Project
+from perada.flower.settings import SiteSettings
 from perada.flower.wrapped import is_ours
 
 
@@ -39,6 +43,12 @@ def test_what_is_asked_for_is_in_it(tmp_path: Path) -> None:
     assert settings.config.train.rounds == 3
     assert project.port() == 7000
     assert "--server-name fl.example.org --sites a,b" in (project.folder / "certs.sh").read_text()
+
+
+@pytest.mark.parametrize(("sites", "least"), [("a", 1), ("a,b", 1), ("a,b,c", 2), ("a,b,c,d", 2)])
+def test_one_site_may_be_away(tmp_path: Path, sites: str, least: int) -> None:
+    assert cli.main(["flower", "init", str(tmp_path / "p"), "--sites", sites]) == 0
+    assert Project.open(tmp_path / "p").settings().rounds.min_sites == least
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # flwr's own
@@ -73,6 +83,9 @@ def test_the_certificate_script_works(tmp_path: Path) -> None:
         (["--set", "train.rounds=many"], "a whole number"),
         (["--sites", ""], "site"),
         (["--sites", "a,a"], "twice"),
+        (["--sites", "a,server"], "site name 'server'"),
+        (["--name", "flower"], "federation name 'flower'"),
+        (["--name", "Runs"], "federation name 'Runs'"),
         (["--server", "a:b:c"], "host:port"),
         (["--server", "host:99999"], "host:port"),
         (["--set", "data.alpha=0.5"], "data.alpha has no meaning here"),
@@ -91,3 +104,20 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path, capsys: pyt
     assert cli.main(["flower", "init", str(tmp_path)]) == 2
     assert "not empty" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_site_file_names_how_much_scores_tell(tmp_path: Path) -> None:
+    assert cli.main(["flower", "init", str(tmp_path / "p")]) == 0
+    table = tomllib.loads((tmp_path / "p" / "site.toml").read_text())["site"]
+    assert table["score_digits"] == SiteSettings.score_digits == 1
+    assert table.keys() - {"server"} <= {f.name for f in fields(SiteSettings)}
+
+
+def test_the_examples_that_the_documents_name_are_handed_out() -> None:
+    """docs/deploy.md and the Makefile point to examples/: it must be in the source distribution."""
+    root = Path(__file__).parents[2]
+    targets = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    assert "examples" in targets["sdist"]["include"]
+    for file in (root / "docs" / "deploy.md", root / "Makefile"):
+        for name in re.findall(r"\b(?:examples|tools|tests)/[\w/]+\.py", file.read_text()):
+            assert (root / name).is_file(), name

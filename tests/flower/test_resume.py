@@ -17,11 +17,13 @@ from small import adapters, damage
 from flower.test_faults import without_clock
 from flower.test_parity import assert_same, simulated
 from flower.wire import SITES, MemoryGrid, World, make_world
-from perada.errors import InputError
+from perada.errors import InputError, RunError
 from perada.flower import app
 from perada.flower.messages import flat
+from perada.flower.records import Diary
 from perada.methods.fedavg_ft import FedAvgFT
 from perada.methods.perada import PerAda
+from perada.runs import RunFolder
 from perada.simulate import prepare
 from perada.trainer import Trainer
 
@@ -204,3 +206,85 @@ def test_a_run_that_continues_from_another_has_its_states(tmp_path: Path) -> Non
     assert_same_tensors(kept(world, one), before)
     with pytest.raises(InputError, match="there is no run 'zero'"):
         app.serve(MemoryGrid(world), world.settings, "three", start="zero")
+
+
+def test_a_run_continues_from_what_the_server_has_not_from_what_sites_did_since(tmp_path: Path) -> None:
+    """The server of `one` died after the sites had trained a round that it did not save."""
+    world = make_world(tmp_path, train__rounds=2, train__cohort=0)
+    with pytest.raises(Killed):
+        app.serve(MemoryGrid(world), world.settings, "one", step=_kill("gathered", 1))
+    two = app.serve(MemoryGrid(world), world.settings, "two", start="one")
+    told = json.loads((two / "flower.json").read_text())
+    assert told["start_round"] == 1
+    first, second = prepare(world.simulated), prepare(world.simulated)
+    first.step()
+    now = first.now
+    second.now = replace(second.now, server=now.server, broadcast=now.broadcast, kept=now.kept)
+    for _ in range(2):
+        second.step()
+    assert_same(world, two, second)
+
+
+def test_a_run_that_cannot_begin_leaves_nothing(tmp_path: Path) -> None:
+    world = make_world(tmp_path, train__rounds=1)
+    with pytest.raises(Killed):
+        app.serve(MemoryGrid(world), world.settings, "one", step=_kill("gathered", 0))
+    for start, line in (("zero", "no run 'zero'"), ("one", "'one' has no finished round"), ("../x", "must be letters")):
+        with pytest.raises(InputError, match=line):
+            app.serve(MemoryGrid(world), world.settings, "two", start=start)
+        assert not (tmp_path / "state/runs/two").exists()
+    with pytest.raises(InputError, match="did not begin from 'zero'"):
+        app.serve(MemoryGrid(world), world.settings, "one", resume=True, start="zero")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("classes", tuple("1023456789")), ("channels", 3), ("multilabel", True)], ids=str
+)
+def test_labels_and_images_mean_the_same_in_a_resumed_run(key: str, value: Any, tmp_path: Path) -> None:
+    world = make_world(tmp_path, train__rounds=2)
+    with pytest.raises(Killed):
+        app.serve(MemoryGrid(world), world.settings, "run", step=_kill("saved", 0))
+    other = replace(world.settings, federation=replace(world.settings.federation, **{key: value}))
+    with pytest.raises(InputError, match=rf"made with another federation\.{key}"):
+        app.serve(MemoryGrid(world), other, "run", resume=True)
+    with pytest.raises(InputError, match=rf"continue-from: 'run' was made with another federation\.{key}"):
+        app.serve(MemoryGrid(world), other, "more", start="run")
+
+
+def test_a_last_stage_that_nobody_did_is_not_finished(tmp_path: Path) -> None:
+    settings = {"method__name": "fedavg-ft", "train__rounds": 1}
+    world = make_world(tmp_path, {"deadline_s": 1.0, "min_sites": 2, "retries": 1}, **settings)
+    lost = Counter[str]()
+
+    def meddle(site: str, kind: str, round: int, reply: Any) -> Any:
+        lost[site] += kind == "finish"
+        return None if kind == "finish" and lost[site] <= gone[site] else reply
+
+    gone = dict.fromkeys(SITES, 2)
+    with pytest.raises(RunError, match=r"the last stage: 0 sites did it, 2 needed .* resume=true"):
+        app.serve(MemoryGrid(world, meddle), world.settings, "run")
+    assert json.loads((tmp_path / "state/runs/run/flower.json").read_text())["status"] == "failed"
+    lost.clear()
+    gone = {"east": 0, "north": 1, "west": 2}
+    path = app.serve(MemoryGrid(world, meddle), world.settings, "run", resume=True)
+    assert json.loads((path / "flower.json").read_text())["status"] == "finished"
+    said = without_clock(path)[-1]["local_test"]["per_client"]
+    assert [s for s, v in said.items() if v is not None] == ["east", "north"]
+
+
+@pytest.mark.parametrize("where", ["append_metrics", "save", "tell", "status"])
+def test_a_full_disk_ends_the_run_with_one_line(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(tmp_path, train__rounds=2)
+
+    def full(self: Any, *words: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Diary if where in ("tell", "status") else RunFolder, where, full)
+    with pytest.raises(RunError, match=r"No space left on device; .* resume=true|cannot write to .*No space"):
+        app.serve(MemoryGrid(world), world.settings, "run")
+    monkeypatch.undo()
+    if where != "status":
+        told = json.loads((tmp_path / "state/runs/run/flower.json").read_text())
+        assert (told["status"], "No space left" in told["error"]) == ("failed", True)
+    path = app.serve(MemoryGrid(world), world.settings, "run", resume=True)
+    assert without_clock(path)[-1]["round"] == 2

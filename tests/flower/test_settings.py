@@ -84,7 +84,7 @@ def test_a_bad_site_toml_is_one_line(tmp_path: Path, text: str, line: str) -> No
 
 def test_a_plan_survives_its_journey_and_tells_nothing_of_the_server(tmp_path: Path) -> None:
     found = server(tmp_path, SERVER + '[model]\nweights = "w.pth"\n[distill]\ndata = "public"\n[run]\ndevice = "cpu"\n')
-    plan = Plan.of(found, "abc")
+    plan = Plan.of(found, "ab" * 32)
     assert Plan.parse(plan.text()) == plan
     assert str(tmp_path) not in plan.text()
     for text in ("", "[]", "{}", plan.text()[:-20], plan.text().replace('"channels": 3', '"channels": "3"')):

@@ -88,7 +88,7 @@ def make_world(home: Path, limits: Mapping[str, Any] | None = None, **set: Any) 
         (home / name).mkdir(exist_ok=True)
         np.savez(home / name / "data.npz", images=images[at], labels=labels[at], classes=names)
         (home / name / "site.toml").write_text(
-            f'[site]\nfederation = "digits"\nname = "{name}"\ndata = "data.npz"\ndevice = "cpu"\n'
+            f'[site]\nfederation = "digits"\nname = "{name}"\ndata = "data.npz"\ndevice = "cpu"\nscore_digits = 15\n'
         )
     order = np.concatenate([held[n] for n in SITES])
     owner = np.repeat(SITES, [len(held[n]) for n in SITES])

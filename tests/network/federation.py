@@ -49,7 +49,8 @@ class Net:
         (home / "tmp").mkdir()
         self.misbehave({})
         self.env = {**os.environ, self.word: "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(home / "tmp")}
-        self.env |= {"PYTHONPATH": str(HOOKS), "MISBEHAVE": str(home / "misbehave.json"), "CUDA_VISIBLE_DEVICES": ""}
+        path = os.pathsep.join([str(HOOKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.env |= {"PYTHONPATH": path, "MISBEHAVE": str(home / "misbehave.json"), "CUDA_VISIBLE_DEVICES": ""}
         self.env["TORCHINDUCTOR_CACHE_DIR"] = str(home / "torch")  # it makes one in TMPDIR by itself
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 

@@ -52,6 +52,11 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
+    def from_here(self) -> Address:
+        """What to dial on the very machine that listens there."""
+        return Address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port)
+
+    @property
     def loopback(self) -> bool:
         """Whether it is this machine and nobody else can listen on the way."""
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from ..runs import locked
 from .bundle import bundle, unbundle
 from .client import Site, handle
 from .link import Link, Owners, limit_tries
-from .records import ending, open_run
+from .records import Diary, ending, open_run
 from .server import Coordinator, Step, no_step
 from .settings import ServerSettings, SiteSettings
 
@@ -92,7 +93,10 @@ def serve(
     grid: Grid, settings: ServerSettings, name: str, resume: bool = False, start: str = "", step: Step = no_step
 ) -> Path:
     """Run a federation to its last round; returns the run's folder. `step` is told of every boundary in a round."""
-    folder, diary = open_run(settings, name, resume, start)
+    try:
+        folder, diary = open_run(settings, name, resume, start)
+    except OSError as error:
+        raise RunError(f"cannot write to {settings.runs()}: {error.strerror or error}") from error
     with locked(folder.path):
         try:
             work = Coordinator(settings, diary, step)
@@ -103,11 +107,22 @@ def serve(
                 work.restore(saved)
                 folder.cut_metrics(saved.round)
             elif diary.start:
-                work.begin_from(ending(settings, diary.start))
+                begin = ending(settings, diary.start)
+                work.begin_from(begin)
+                diary.start_round = begin.round
             limit_tries(grid, settings.rounds.deadline_s)
             link = Link(grid, settings.federation.sites, settings.rounds, diary.tell, _owners())
             work.run(link, folder)
         except (InputError, RunError) as error:
-            diary.status("failed", diary.round, str(error))
+            _failed(diary, str(error))
             raise
+        except OSError as error:  # a full disk, say
+            line = f"cannot write to {folder.path}: {error.strerror or error}; the last round is saved: make room, then"
+            _failed(diary, line := f"{line} run it again with resume=true")
+            raise RunError(line) from error
     return folder.path
+
+
+def _failed(diary: Diary, line: str) -> None:
+    with suppress(OSError):  # the disk may be what failed
+        diary.status("failed", diary.round, line)

@@ -14,20 +14,23 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_ec_curve
 
 from ..errors import InputError
 
 CA_DAYS = 3650
 SERVER_DAYS = 365
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*")
+_TAKEN = {"server"}  # `--renew server` is the server's certificate
 _SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -37,6 +40,8 @@ def check_site(name: str) -> str:
         raise InputError(
             f"site name {name!r}: use letters, digits, '.', '_' and '-', at most 64, no leading '.' or '-'"
         )
+    if name.lower() in _TAKEN:
+        raise InputError(f"site name {name!r} means something else here: choose another")
     return name
 
 
@@ -61,6 +66,7 @@ def make(folder: Path, server_names: Sequence[str], sites: Sequence[str]) -> lis
             )
     _refuse_keys(folder, sites)
     _folder(folder)
+    _folder(folder / "sites")  # where the keys go that sites make themselves
     key = ec.generate_private_key(ec.SECP384R1())
     written = [*_authority(folder, key), *_server(folder, key, names)]
     for site in sites:
@@ -92,6 +98,7 @@ def renew_server(folder: Path, server_names: Sequence[str]) -> list[Path]:
     key = _authority_key(folder)
     old = folder / "server.crt"
     names = _alternatives(server_names) if server_names else _names_of(old)
+    names += [name for name in _alternatives(["localhost"]) if name not in names]
     for name in ("server.crt", "server.key"):
         _aside(folder / name)
     return _server(folder, key, names)
@@ -113,9 +120,46 @@ def public_keys(folder: Path) -> dict[str, Path]:
     return {p.stem: p for p in sorted((folder / "sites").glob("*.pub"))}
 
 
+def read_keys(folder: Path) -> dict[str, bytes]:
+    """What is in the sites' `.pub` files now; one that goes away meanwhile is not there, one that may not be read is
+    empty."""
+    found = {}
+    for name, path in public_keys(folder).items():
+        try:
+            found[name] = path.read_bytes()
+        except FileNotFoundError:
+            continue
+        except OSError:
+            found[name] = b""
+    return found
+
+
+def good_keys(keys: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
+    """Those that are keys which Flower takes, each of one site; and a line about each of the others."""
+    owners: dict[bytes, list[str]] = {}
+    wrong = []
+    for name, data in keys.items():
+        try:
+            key = serialization.load_ssh_public_key(data)
+        except (ValueError, UnsupportedAlgorithm):
+            wrong.append(f"{name}.pub cannot be read: {name} is not let in")
+            continue
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not uses_nist_ec_curve(key):
+            wrong.append(f"{name}.pub is not an ECDSA key of a NIST curve: {name} is not let in")
+            continue
+        owners.setdefault(public_key_to_bytes(key), []).append(name)
+    wrong += [f"{' and '.join(names)} have one and the same key: not let in" for names in owners.values() if names[1:]]
+    return {names[0]: keys[names[0]] for names in owners.values() if not names[1:]}, wrong
+
+
 def expires(certificate: Path) -> datetime:
     """When a certificate ends, in UTC."""
     return _load(certificate).not_valid_after_utc
+
+
+def names(certificate: Path) -> list[str]:
+    """The names and addresses that a certificate is for."""
+    return [str(name.value).lower() for name in _names_of(certificate)]
 
 
 def _alternatives(names: Sequence[str]) -> list[x509.GeneralName]:
@@ -123,7 +167,7 @@ def _alternatives(names: Sequence[str]) -> list[x509.GeneralName]:
     if not names:
         raise InputError("--server-name: give every name or address that sites dial, such as fl.example.org")
     found: list[x509.GeneralName] = []
-    for name in dict.fromkeys([*names, "localhost", "127.0.0.1"]):
+    for name in dict.fromkeys([*names, "localhost", "127.0.0.1", "::1"]):
         try:
             found.append(x509.IPAddress(ipaddress.ip_address(name.strip("[]"))))
         except ValueError:

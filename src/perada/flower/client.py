@@ -30,7 +30,7 @@ from ..simulate import DTYPES, arithmetic, model_of
 from ..trainer import Trainer
 from .holdings import public_test, site_federation
 from .messages import About, Refused, Reply, answer, digest, read_about, unpack
-from .settings import Plan, SiteSettings
+from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id
 from .site import Entry, SiteState
 
 
@@ -151,7 +151,21 @@ def _log(site: Site, text: str) -> None:
     print(f"site {site.settings.name}: error: {text}", file=sys.stderr, flush=True)
 
 
+def _check_words(about: About) -> None:
+    """A run's id becomes a folder here and a round a part of its name: the server has no say in where they lie."""
+    if not is_run_id(about.run):
+        raise Refused("run is no run's id")
+    if about.start and not is_run_id(about.start):
+        raise Refused("start is no run's id")
+    for what, round in (("round", about.round), ("start_round", about.start_round)):
+        if not 0 <= round < MAX_ROUND:
+            raise Refused(f"{what} must be from 0 to {MAX_ROUND - 1}")
+    if not 0 <= about.within < math.inf:
+        raise Refused("within is no time")
+
+
 def _handle(site: Site, about: About, content: RecordDict) -> RecordDict:
+    _check_words(about)
     if about.federation != site.settings.federation:
         raise Refused(f"it belongs to federation {site.settings.federation!r}, not {about.federation!r}")
     work = site.work(about.plan)
@@ -169,7 +183,7 @@ def _handle(site: Site, about: About, content: RecordDict) -> RecordDict:
             return _weights(work, about, content)
         model, method = work.model, work.method
         received = unpack(content, method.init(model)[1])
-        work.state.received(about.run, about.plan, about.start, received)
+        work.state.received(about.run, about.plan, about.start, about.start_round, received)
         if about.kind == "train":
             return _train(site, work, about, received)
         if about.kind == "evaluate":
@@ -212,16 +226,16 @@ def _kept(work: Work, about: About) -> State:
         return first  # before the last stage clients keep nothing
     kept = work.state.before(about.run, about.round)
     if kept is None and about.start:
-        kept = work.state.newest(about.start)
+        kept = work.state.before(about.start, about.start_round)
     if kept is None:
         return first
     kept = work.here(kept)
-    if _shapes(kept) != _shapes(first):
+    if shapes_of(kept) != shapes_of(first):
         raise Refused("what it keeps is another method's or model's: start a new run")
     return kept
 
 
-def _shapes(state: State) -> dict[str, tuple[int, ...]]:
+def shapes_of(state: State) -> dict[str, tuple[int, ...]]:
     return {n: tuple(t.shape) for held in (state.params, state.buffers) for n, t in held.items()}
 
 
@@ -280,14 +294,16 @@ def _score(work: Work, about: About, content: RecordDict) -> RecordDict:
     like = work.method.init(work.model)[1]
     candidates = unpack(content, like, steps, finite=False)  # a student may have diverged: its loss will say so
     losses = work.method.client_score(work.trainer(about.round), candidates)[:, 0]
+    losses = losses.nan_to_num(nan=math.nan, posinf=torch.finfo(losses.dtype).max)  # the server believes no infinity
     return answer(Reply(about, work.settings.name), None, {"losses": losses.tolist()})
 
 
 def _scores(work: Work, received: State, kept: State) -> dict[str, float]:
-    """The site's own model on its own data (and the shared test set): one number each, none where undefined."""
+    """The site's own model on its own data (and the shared test set): one number each, none where undefined. Rounded:
+    an exact share of n images would tell n."""
     lanes = work.method.personal(received, kept)
     found = personal_scores(work.model, lanes, work.federation, ("local", "val"))
     if work.test is not None:
         found["global_test"] = personal_scores(work.model, lanes, work.test, ("local",))["local_test"]
     values = {key: next(iter(scores.per_client.values())) for key, scores in found.items()}
-    return {key: value for key, value in values.items() if value is not None}
+    return {key: round(value, work.settings.score_digits) for key, value in values.items() if value is not None}

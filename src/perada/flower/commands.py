@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +24,7 @@ from .control import Control
 from .launch import join, known_site, plan_site, serve
 from .processes import Stop, stoppable
 from .project import Project, init
+from .settings import checked_name
 
 app = typer.Typer(no_args_is_help=True, help="Real federations: the same methods over Flower (docs/deploy.md).")
 out = Console(markup=False)
@@ -51,6 +54,16 @@ def _until_stopped(work: Callable[[], None]) -> None:
     except Stop as stop:
         _say("stopped")
         raise typer.Exit(stop.code) from stop
+
+
+@contextmanager
+def _private() -> Iterator[None]:
+    """What is written meanwhile is for its owner alone: models, databases, logs."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @app.command("init")
@@ -110,7 +123,8 @@ def server_command(
     """Run the federation's server (a Flower SuperLink) until Ctrl-C or SIGTERM."""
     project = Project.open(folder)
     address = Address(host.removeprefix("[").removesuffix("]"), port or project.port())
-    _until_stopped(lambda: serve(project, address, insecure, knows, _say))
+    with _private():
+        _until_stopped(lambda: serve(project, address, insecure, knows, _say))
 
 
 @app.command("site")
@@ -123,8 +137,9 @@ def site_command(
     knows: Knows = False,
 ) -> None:
     """Take part as a site (a Flower SuperNode) until Ctrl-C or SIGTERM. The data stay where they are."""
-    plan = plan_site(folder, name, data, server, insecure, knows)
-    _until_stopped(lambda: join(plan, lambda text: _say(f"{plan.settings.name}: {text}")))
+    with _private():
+        plan = plan_site(folder, name, data, server, insecure, knows)
+        _until_stopped(lambda: join(plan, lambda text: _say(f"{plan.settings.name}: {text}")))
 
 
 @app.command("run")
@@ -138,6 +153,12 @@ def run_command(
 ) -> None:
     """Train: start a run at this machine's server and follow it. Ctrl-C stops it; --resume goes on."""
     project = Project.open(folder)
+    try:
+        _ = name is None or checked_name("--name", name)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    if after:
+        shelf.pick(project, after)  # says now that there is none
     control = Control.open(project.flower())
     chosen = name or (shelf.pick(project, None).name if resume else shelf.free_name(project))
     if not resume and (project.settings().runs() / chosen).exists():
@@ -149,6 +170,7 @@ def run_command(
     if detach:
         return
     again = f"perada flower run {shlex.quote(str(folder))} --resume --name {chosen}"
+    again += f" --continue-from {shlex.quote(after)}" if after else ""
     try:
         with stoppable():
             path = shelf.follow(control, number, follower, again)

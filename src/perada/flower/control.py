@@ -17,6 +17,7 @@ from ..runs import write_atomic
 from .address import Address, NoAnswer, probe
 from .processes import environment, program
 
+CALL_S = 60.0  # the most that one of Flower's commands takes
 LINK = "federation"  # the connection's name in Flower's configuration file
 
 
@@ -38,12 +39,11 @@ class Control:
     @classmethod
     def write(cls, home: Path, address: Address, ca: Path | None) -> Control:
         """Flower's own configuration file, and ours for `run` and `status`."""
-        local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address.host, address.host)
         secure = f"root-certificates = {toml_value(str(ca))}\n" if ca else "insecure = true\n"
-        where = toml_value(str(Address(local, address.port)))
+        where = toml_value(str(address.from_here))
         text = f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\naddress = {where}\n{secure}'
         write_atomic(home / "config.toml", text.encode())
-        found, held = cls(home), {"address": str(Address(local, address.port)), "ca": str(ca) if ca else None}
+        found, held = cls(home), {"address": str(address.from_here), "ca": str(ca) if ca else None}
         write_atomic(found.server_file, json.dumps(held).encode())
         if ca is None:
             found.nodes_file.unlink(missing_ok=True)
@@ -72,8 +72,7 @@ class Control:
 
     def call(self, *words: str) -> dict[str, Any]:
         """`flwr WORDS --format json`; its answer, or RunError with its own reason."""
-        command = [program("flwr"), *words, "--format", "json"]
-        done = subprocess.run(command, env=environment(self.home), capture_output=True, text=True, check=False)
+        done = self._flwr(*words, "--format", "json")
         try:
             found: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
         except ValueError:
@@ -83,35 +82,49 @@ class Control:
         why = str(found.get("error-message") or done.stderr or done.stdout).strip().splitlines()
         raise RunError(f"flwr {words[0]}: {why[-1].strip() if why else f'code {done.returncode}'}")
 
+    def _flwr(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command, env = [program("flwr"), *words], environment(self.home)
+        try:
+            return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=CALL_S)
+        except subprocess.TimeoutExpired as error:
+            raise RunError(f"flwr {words[0]}: no answer within {CALL_S:g} s") from error
+
     def nodes(self) -> dict[str, dict[str, Any]]:
-        """What the SuperLink says of each registered node, by its id."""
-        return {str(n["node-id"]): n for n in self.call("supernode", "list", LINK).get("nodes", [])}
+        """What the SuperLink says of each registered node, by its id. It lists those that were unregistered, too, and
+        would not unregister them again."""
+        found = self.call("supernode", "list", LINK).get("nodes", [])
+        return {str(n["node-id"]): n for n in found if n["status"] != "unregistered"}
 
     def sites(self) -> dict[str, str]:
         """{node id: site} as last admitted."""
         return json.loads(self.nodes_file.read_text()) if self.nodes_file.is_file() else {}
 
-    def admit(self, keys: Mapping[str, Path]) -> list[str]:
-        """Register these sites' keys and unregister all others; a line about each change."""
-        prints_file = self.home / "keys.json"
+    def admit(self, keys: Mapping[str, bytes]) -> list[str]:
+        """Register these sites' keys and unregister all others; a line about each change. What was done is written
+        down also where the next step fails, so that another try goes on from there."""
+        prints_file, copy = self.home / "keys.json", self.home / "key.pub"
         prints: dict[str, str] = json.loads(prints_file.read_text()) if prints_file.is_file() else {}
-        wanted = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in keys.items()}
+        wanted = {name: hashlib.sha256(data).hexdigest() for name, data in keys.items()}
         there = self.nodes()
         known = {node: site for node, site in self.sites().items() if node in there}
         lines = []
-        for node in there:
-            site = known.get(node)
-            if site is not None and wanted.get(site) == prints.get(node):
-                continue
-            self.call("supernode", "unregister", node, LINK)
-            known.pop(node, None)
-            lines.append(f"the key of {site or f'node {node}'} is no longer let in")
-        for site in sorted(wanted.keys() - set(known.values())):
-            node = str(self.call("supernode", "register", str(keys[site]), LINK, "--name", site)["node-id"])
-            known[node], prints[node] = site, wanted[site]
-            lines.append(f"the key of {site} is let in")
-        write_atomic(prints_file, json.dumps({n: prints[n] for n in known}, indent=1).encode())
-        write_atomic(self.nodes_file, json.dumps(known, indent=1).encode())
+        try:
+            for node in there:
+                site = known.get(node)
+                if site is not None and wanted.get(site) == prints.get(node):
+                    continue
+                self.call("supernode", "unregister", node, LINK)
+                known.pop(node, None)
+                lines.append(f"the key of {site or f'node {node}'} is no longer let in")
+            for site in sorted(wanted.keys() - set(known.values())):
+                write_atomic(copy, keys[site])  # the very bytes that were looked at, whatever the file is by now
+                node = str(self.call("supernode", "register", str(copy), LINK, "--name", site)["node-id"])
+                known[node], prints[node] = site, wanted[site]
+                lines.append(f"the key of {site} is let in")
+        finally:
+            copy.unlink(missing_ok=True)
+            write_atomic(prints_file, json.dumps({n: prints[n] for n in known if n in prints}, indent=1).encode())
+            write_atomic(self.nodes_file, json.dumps(known, indent=1).encode())
         return lines
 
     def start(self, app: Path, run: str, resume: bool, after: str) -> str:
@@ -126,8 +139,7 @@ class Control:
 
     def complaint(self, number: str) -> str:
         """The last `error: ...` in a run's log; Flower shows nothing of it by itself."""
-        command = [program("flwr"), "log", number, LINK, "--show"]
-        done = subprocess.run(command, env=environment(self.home), capture_output=True, text=True, check=False)
+        done = self._flwr("log", number, LINK, "--show")
         found = re.findall(r"\berror: (.+)", done.stdout + done.stderr)
         return found[-1].strip() if found else ""
 

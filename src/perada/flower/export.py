@@ -11,6 +11,7 @@ from ..api import check_out, write_weights
 from ..errors import InputError, unknown
 from ..lanes import State
 from .client import NeedsWeights, Site, Work
+from .messages import Refused
 from .settings import SiteSettings
 
 
@@ -37,15 +38,17 @@ def personal(settings: SiteSettings, run: str = "") -> Personal:
     chosen = [r for r in runs if run in ("", r, r.rpartition("-")[0])]
     if not chosen:
         raise unknown("run", run, runs)
-    plan, start, received = site.state.told(chosen[-1])
-    work = site.work(plan)
+    plan, start, start_round, received = site.state.told(chosen[-1])
     try:
+        work = site.work(plan)
         model = work.model
+        kept = site.state.newest(chosen[-1])
+        if kept is None and start:  # not sampled yet in a run that goes on from another
+            kept = site.state.before(start, start_round)
     except NeedsWeights as error:
         raise InputError(f"{site.state.path}: the server's weights are not here: take part in a run first") from error
-    kept = site.state.newest(chosen[-1])
-    if kept is None and start:  # not sampled yet in a run that goes on from another
-        kept = site.state.newest(start)
+    except Refused as error:  # what a server would be told
+        raise InputError(f"{site.state.path}: {error}") from error
     first = work.method.init(model)[2]
     state = work.method.personal(work.here(received), first if kept is None else work.here(kept))
     rounds = site.state.rounds(chosen[-1])

@@ -8,7 +8,8 @@ import shutil
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,13 +18,13 @@ from typing import Any
 
 from ..config import toml_value
 from ..errors import InputError, RunError
-from ..runs import write_atomic
+from ..runs import locked, write_atomic
 from . import certs, wrapped
 from .address import Address, NoAnswer, check_free, check_plain, free_port, probe
 from .control import Control
 from .processes import Child, environment, marked, program
-from .project import Project
-from .settings import SiteSettings
+from .project import Project, check_federation
+from .settings import ServerSettings, SiteSettings
 from .warm import stub
 
 Say = Callable[[str], None]
@@ -45,6 +46,17 @@ def _make(folder: Path) -> Path:
     return folder
 
 
+@contextmanager
+def _alone(home: Path, what: str) -> Iterator[None]:
+    """Two of a kind in one folder would take each other's files."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(home))
+        except InputError as error:
+            raise InputError(f"{what} runs already (in {home}): stop that one first") from error
+        yield
+
+
 # The server.
 
 
@@ -53,12 +65,18 @@ def serve(project: Project, address: Address, insecure: bool, knows: bool, say: 
     check_plain(address, insecure, knows)
     program("flower-superexec")
     settings = project.settings()
+    check_federation(settings.federation.name)
     check_free(address)
     home = _make(project.flower())
     if not insecure:
         _check_certificates(project, address, say)
     elif not address.loopback:
         say(f"warning: nothing between the sites and {address} is encrypted, and anybody who reaches it may take part")
+    with _alone(home, f"a server of {project.folder}"):
+        _serve(project, settings, address, insecure, home, say)
+
+
+def _serve(project: Project, settings: ServerSettings, address: Address, insecure: bool, home: Path, say: Say) -> None:
     control = Control.write(home, address, None if insecure else project.certs / "ca.crt")
     words = ["--host", address.host, "--port", str(address.port), "--database", str(home / "superlink.db")]
     words += ["--disable-runtime-dependency-installation", *_link_security(project, insecure)]
@@ -70,16 +88,15 @@ def serve(project: Project, address: Address, insecure: bool, knows: bool, say: 
     link = Child(_command("superlink", words), env, home / "superlink.log", lambda line: _tell(line, say), home)
     try:
         _wait_up(link, address, None if insecure else project.certs / "ca.crt")
-        known = _keys(project)
-        if not insecure:
-            _admit(control, project, settings.federation.sites, say)
+        door = None if insecure else Door(control, project.certs, settings.federation.sites, say)
+        if door:
+            door.admit(certs.read_keys(project.certs))
         ready.touch()
         say(f"ready: {settings.federation.name} at {'http' if insecure else 'https'}://{address}, log {link.log}")
         while link.code is None:
             time.sleep(0.5)
-            if not insecure and (now := _keys(project)) != known:
-                known = now
-                _admit(control, project, settings.federation.sites, say)
+            if door:
+                door.look()
         raise RunError(f"the SuperLink ended by itself (code {link.code}): see {link.log}; start it again")
     finally:
         link.stop()
@@ -111,16 +128,22 @@ def _check_certificates(project: Project, address: Address, say: Say) -> None:
             raise InputError(f"{project.certs / name} has expired: perada flower certs {project.certs} --renew server")
         if left < timedelta(days=30):
             say(f"warning: {project.certs / name} expires in {left.days} days: renew it")
+    names, host = certs.names(project.certs / "server.crt"), address.from_here.host
+    if host.lower() not in names:
+        renew = f"perada flower certs {project.certs} --renew server --server-name {host} --server-name ..."
+        raise InputError(
+            f"{project.certs / 'server.crt'} is for {', '.join(names)} and not for {host}: listen on --host 0.0.0.0, "
+            f"or give the certificate all its names anew: {renew}"
+        )
 
 
 def _wait_up(link: Child, address: Address, ca: Path | None) -> None:
-    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address.host, address.host)
     end = time.monotonic() + UP_S
     while time.monotonic() < end:
         if link.code is not None:
             break
         try:
-            probe(Address(local, address.port), ca, 2, starting=True)
+            probe(address.from_here, ca, 2, starting=True)
             return
         except NoAnswer:
             time.sleep(0.1)
@@ -128,21 +151,44 @@ def _wait_up(link: Child, address: Address, ca: Path | None) -> None:
     raise RunError(f"the SuperLink did not come up: {why}; see {link.log}")
 
 
-def _keys(project: Project) -> dict[str, bytes]:
-    """The public keys of the sites in the folder now."""
-    return {name: path.read_bytes() for name, path in certs.public_keys(project.certs).items()}
+class Door:
+    """The keys in certs/sites of the sites in server.toml are let in, and no others, also those that come later."""
 
+    def __init__(self, control: Control, folder: Path, sites: tuple[str, ...], say: Say) -> None:
+        self.control, self.folder, self.sites, self.say = control, folder, sites, say
+        self.known: dict[str, bytes] = {}
+        self.seen: dict[str, bytes] = {}  # at the last look: a file that is being copied changes once more
+        self.told: list[str] = []
+        self.trouble = ""
 
-def _admit(control: Control, project: Project, sites: tuple[str, ...], say: Say) -> None:
-    """The keys in certs/sites of the sites in server.toml are let in, and no others."""
-    keys = certs.public_keys(project.certs)
-    for name in sorted(keys.keys() - set(sites)):
-        say(f"warning: {name} is not one of the sites in server.toml: its key is not let in")
-    for name in sites:
-        if name not in keys:
-            say(f"warning: no key of {name} in {project.certs / 'sites'}: it is not let in")
-    for line in control.admit({name: path for name, path in keys.items() if name in sites}):
-        say(line)
+    def admit(self, keys: dict[str, bytes]) -> None:
+        self.known = self.seen = keys
+        good, wrong = certs.good_keys({name: data for name, data in keys.items() if name in self.sites})
+        strange = sorted(keys.keys() - set(self.sites))
+        wrong += [f"{name} is not one of the sites in server.toml: its key is not let in" for name in strange]
+        missing = [name for name in self.sites if name not in keys]
+        wrong += [f"no key of {name} in {self.folder / 'sites'}: it is not let in" for name in missing]
+        for line in wrong:
+            if line not in self.told:
+                self.say(f"warning: {line}")
+        self.told = wrong
+        for line in self.control.admit(good):
+            self.say(line)
+
+    def look(self) -> None:
+        """Act on a change once the files have kept still; what does not work is said once and tried again."""
+        now = certs.read_keys(self.folder)
+        still, self.seen = now == self.seen, now
+        if not still or (now == self.known and not self.trouble):
+            return
+        try:
+            self.admit(now)
+            self.trouble = ""
+        except (InputError, RunError, OSError, ValueError) as error:
+            why = str(error) or type(error).__name__
+            if why != self.trouble:
+                self.say(f"warning: the sites' keys could not be brought up to date ({why}): trying again")
+            self.trouble = why
 
 
 # A site.
@@ -187,7 +233,8 @@ def plan_site(
     home = _make(state / "flower" / name)
     file = home / "site.toml"
     text = "[site]\n" + "".join(f"{k} = {toml_value(v)}\n" for k, v in table.items())
-    write_atomic(file, text.encode())
+    with _alone(home, f"site {name}"):
+        write_atomic(file, text.encode())
     return SitePlan(SiteSettings.read(file), file, home, address, ca, key)
 
 
@@ -218,6 +265,12 @@ def known_site(folder: Path, name: str | None) -> SiteSettings:
 
 def join(plan: SitePlan, say: Say) -> None:
     """Keep a SuperNode connected until a signal comes: wait for a server that is away, come back after a crash."""
+    check_federation(plan.settings.federation)
+    with _alone(plan.home, f"site {plan.settings.name}"):
+        _join(plan, say)
+
+
+def _join(plan: SitePlan, say: Say) -> None:
     seen = plan.home / "connected"  # names the key that the server has let in before
     mark = str(plan.key)
     refused_since: float | None = None

@@ -141,7 +141,7 @@ class Link:
                 pause = max(self.rounds.poll_s, 0.02 * len(pending))  # a look at each costs the SuperLink some work
                 time.sleep(min(pause, max(0.0, until - time.monotonic())))
         for asked in pending.values():
-            self.tell(asked.site, "silent", f"no answer to {asked.about.kind} within {within:g} s")
+            self.tell(asked.site, "silent", f"no answer to {asked.about.kind} within {within:.3g} s")
         now = time.monotonic()
         self._late = {m: a for m, a in self._late.items() if a.until > now}
         self._late |= {m: replace(a, until=now + LATE) for m, a in pending.items()}
@@ -175,16 +175,16 @@ class Link:
         found: list[tuple[Message | str, T]] = []
         for sent in list(asked):
             try:
-                replies = list(self.grid.pull_messages([sent]))
+                replies = list(self.grid.pull_messages([sent]))[:1]
+                for message in replies:
+                    if message.has_content():
+                        message.content = unbundle(message.content)
             except Exception as error:
                 if _is_links(error):
                     raise self._lost(error) from error
                 found.append((type(error).__name__, asked.pop(sent)))
                 continue
-            for message in replies[:1]:
-                if message.has_content():
-                    message.content = unbundle(message.content)
-                found.append((message, asked.pop(sent)))
+            found += [(message, asked.pop(sent)) for message in replies]
         return found
 
 

@@ -43,7 +43,8 @@ class About:
     round: int
     kind: str  # hello, weights, train, score, evaluate or finish
     plan: str = ""  # `Plan.text`
-    start: str = ""  # the run whose personal state a new run goes on from
+    start: str = ""  # the run whose personal state a new run goes on from,
+    start_round: int = 0  # as it was when this round of it began
     evaluate: bool = False  # whether the site's scores before (finish: after) the work are asked for
     within: float = 0.0  # seconds until the server stops waiting
 
@@ -78,9 +79,8 @@ def _text(record: Mapping[str, Any], key: str, kind: Any, default: Any) -> Any:
 def read_about(content: RecordDict) -> About:
     """The `about` record of any message."""
     record = _record(content, "about", ConfigRecord)
-    words = {
-        k: _text(record, k, type(v), v) for k, v in {"plan": "", "start": "", "evaluate": False, "within": 0.0}.items()
-    }
+    known = {"plan": "", "start": "", "start_round": 0, "evaluate": False, "within": 0.0}
+    words = {k: _text(record, k, type(v), v) for k, v in known.items()}
     names = {k: _text(record, k, kind, None) for k, kind in (("federation", str), ("run", str), ("kind", str))}
     return About(**names, round=_text(record, "round", int, None), **words)
 
@@ -178,7 +178,7 @@ def _tensor(name: str, array: Array, like: Tensor, lanes: int, finite: bool) -> 
         if version != (1, 0):
             raise ValueError
         found, fortran, kind = np.lib.format.read_array_header_1_0(stream)
-    except (ValueError, EOFError, OSError) as error:
+    except Exception as error:  # numpy reads a header as Python's literals: there is no end of what may go wrong
         raise Refused(f"{name} is no plain array") from error
     if found != shape or fortran:
         raise Refused(f"{name} has shape {tuple(found)}, not {shape}")

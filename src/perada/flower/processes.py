@@ -24,6 +24,8 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f]")
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_OURS = ("FLWR_", "PERADA_FLOWER_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "FORWARDED_ALLOW_IPS")
 GRACE = 10.0  # seconds to stop in peace
+LATE = 30.0  # seconds that a site works on after the server has stopped waiting
+LONGEST = 1e7  # seconds that a timer takes
 
 
 class Stop(Exception):

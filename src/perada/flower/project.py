@@ -81,6 +81,7 @@ def init(
     settings: Mapping[str, Any],
 ) -> list[Path]:
     """Write a project that runs as it is; returns the files. Refuses a folder that has anything in it."""
+    check_federation(name)
     sites = check_sites(sites)
     if not sites:
         raise InputError("--sites: name at least one site, such as --sites north,south")
@@ -112,6 +113,12 @@ def init(
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return [folder / file for file in files]
+
+
+def check_federation(name: str) -> None:
+    """A federation's name is a folder beside these."""
+    if name.lower() in ("flower", "runs"):
+        raise InputError(f"federation name {name!r} is that of a folder in state/: choose another")
 
 
 def _classes(preset: str) -> list[str]:
@@ -171,7 +178,7 @@ state = "state"
 test = ""  # a labelled public test set at the server, if there is one
 
 [rounds]
-min_sites = {max(1, min(2, len(sites)))}  # a round with fewer good uploads is tried again
+min_sites = {max(1, min(2, len(sites) - 1))}  # a round with fewer good uploads is tried again; all but one, at most 2
 deadline_s = {120 if small else 3600}  # a site that is later is left out of the round
 norm_bound = 100.0  # an upload that moved further than this many times the model's norm is refused
 
@@ -188,6 +195,7 @@ data = ""  # class/image.png folders, a manifest or a .npz file; it stays where 
 state = "state"  # your model and everything else that never leaves
 device = "auto"
 threads = 0  # 0: torch's own choice
+score_digits = 1  # of the scores that you tell, in percent; more of them tell how many test images you have
 methods = []  # those that this site takes part in, such as ["perada"]; none named: whatever the server runs
 """
 

@@ -15,6 +15,8 @@ from ..errors import InputError
 from ..runs import Checkpoint, RunFolder, write_atomic
 from .settings import ServerSettings, checked_name
 
+KEYS = ("federation", "run", "rounds", "sites", "data", "start", "start_round")  # of flower.json, beside what changes
+
 
 @dataclass
 class Diary:
@@ -25,7 +27,9 @@ class Diary:
     run: str  # the id in every message: the name, and a part that no other run has
     rounds: int
     sites: tuple[str, ...]
-    start: str = ""  # the id of the run it goes on from
+    data: dict[str, Any]  # what a label's number means and what an image is: never changes in a run
+    start: str = ""  # the id of the run it goes on from,
+    start_round: int = 0  # and how many rounds of it were done
     round: int = 0
     quiet: bool = False
 
@@ -42,7 +46,7 @@ class Diary:
 
     def status(self, status: str, round: int, error: str = "") -> None:
         self.round = round
-        held: dict[str, Any] = {k: getattr(self, k) for k in ("federation", "run", "rounds", "sites", "start", "round")}
+        held: dict[str, Any] = {k: getattr(self, k) for k in (*KEYS, "round")}
         text = json.dumps({"name": self.path.name, **held, "status": status, "error": error}, indent=1)
         write_atomic(self.path / "flower.json", (text + "\n").encode())
 
@@ -55,28 +59,54 @@ def open_run(
         path = settings.runs() / checked_name("run", name)
     except ValueError as error:
         raise InputError(str(error)) from error
-    rounds, f = settings.config.train.rounds, settings.federation
+    rounds, f, data = settings.config.train.rounds, settings.federation, _data(settings)
     if resume and (path / "config.toml").is_file():
         folder = RunFolder.open(path)
         _same(folder, settings)
         known = _known(path)
         if known and (known["federation"], known["sites"]) != (f.name, list(f.sites)):
             raise InputError(f"{path} was made with another federation.name or federation.sites: change them back")
+        for key, value in data.items():
+            if known and known["data"].get(key) != value:
+                raise InputError(f"{path} was made with another federation.{key}: change it back")
         if known.get("status") == "finished":
             raise InputError(f"{path} is finished: give the run another name, or continue from it")
+        if known and start and known["start"].rpartition("-")[0] != start:
+            raise InputError(f"{path} did not begin from {start!r}: leave continue-from out, or give it another name")
         if known:
-            diary = Diary(path, f.name, known["run"], rounds, f.sites, known["start"], quiet=quiet)
-            return folder, diary
+            begun = known["start"], known["start_round"]
+            return folder, Diary(path, f.name, known["run"], rounds, f.sites, data, *begun, quiet=quiet)
+        before = _before(settings, start)
     elif path.exists():
         raise InputError(f"{path} exists: resume=true goes on with it, another name starts a new run")
     else:
+        before = _before(settings, start)  # first, for what cannot begin shall leave nothing
         folder = RunFolder.create(path, settings.config.toml(), overwrite=False)
-    before = _known(settings.runs() / checked_name("continue-from", start)).get("run", "") if start else ""
-    if start and not before:
-        raise InputError(f"continue-from: there is no run {start!r} in {settings.runs()}")
-    diary = Diary(path, f.name, f"{name}-{token_hex(4)}", rounds, f.sites, before, quiet=quiet)
+    diary = Diary(path, f.name, f"{name}-{token_hex(4)}", rounds, f.sites, data, before, quiet=quiet)
     diary.status("running", 0)
     return folder, diary
+
+
+def _data(settings: ServerSettings) -> dict[str, Any]:
+    f = settings.federation
+    return {"classes": list(f.classes), "channels": f.channels, "multilabel": f.multilabel}
+
+
+def _before(settings: ServerSettings, start: str) -> str:
+    """The id of the run to go on from, if it has something to go on from."""
+    if not start:
+        return ""
+    try:
+        known = _known(settings.runs() / checked_name("continue-from", start))
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    if not known:
+        raise InputError(f"continue-from: there is no run {start!r} in {settings.runs()}")
+    for key, value in _data(settings).items():
+        if known["data"].get(key) != value:
+            raise InputError(f"continue-from: {start!r} was made with another federation.{key}: start without it")
+    ending(settings, known["run"])
+    return str(known["run"])
 
 
 def ending(settings: ServerSettings, run: str) -> Checkpoint:
@@ -95,7 +125,10 @@ def _known(path: Path) -> dict[str, Any]:
         return {}
     try:
         found: dict[str, Any] = json.loads(file.read_text("utf8"))
-    except ValueError as error:
+        if any(not isinstance(found[k], kind) for k, kind in (("run", str), ("sites", list), ("data", dict))):
+            raise ValueError
+        _ = [found[k] for k in (*KEYS, "status")]
+    except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file} is damaged: mend it, or give the run another name") from error
     return found
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import RecordDict
 from torch import Tensor
@@ -29,7 +28,8 @@ from ..models import build_backbone
 from ..report import write_report
 from ..runs import Checkpoint, RunFolder, device_of
 from ..simulate import DTYPES, arithmetic, cohort_of, model_of, public_chunks
-from .client import backbone_state, weights_digest
+from .belief import Clock, Gathered, Number, guard_losses, mean_loss, sample_count, why_not
+from .client import backbone_state, shapes_of, weights_digest
 from .holdings import empty_federation, public_test
 from .link import Link
 from .messages import (
@@ -46,6 +46,7 @@ from .records import Diary
 from .settings import Plan, ServerSettings
 
 SCORES = ("local_test", "local_val", "global_test")
+GUARD = 0.2  # of a round's time is kept for the guard, where there is one: a hung site shall not silence it
 Step = Callable[[str, int], None]
 
 
@@ -63,16 +64,6 @@ class Moment:
     counters: dict[str, int]
     last: dict[str, Any] = field(default_factory=dict)
     finished: bool = False
-
-
-@dataclass
-class Gathered:
-    """A round's uploads, and everybody's scores of the round before."""
-
-    uploads: dict[str, State] = field(default_factory=dict)
-    numbers: dict[str, dict[str, float | list[float]]] = field(default_factory=dict)
-    failed: set[str] = field(default_factory=set)  # training stopped being finite there
-    refused: dict[str, str] = field(default_factory=dict)
 
 
 class Coordinator:
@@ -101,6 +92,7 @@ class Coordinator:
         server, broadcast, _ = method.init(self.model)
         counters = {"bytes_up": 0, "bytes_down": 0, "distilled": 0, "accepted": 0}
         self.now = Moment(0, server, broadcast, counters)
+        self.clock = Clock.start(settings.rounds.deadline_s)  # each try of a round starts its own
         self.seconds = 0.0
         self.began = time.monotonic()
 
@@ -122,7 +114,7 @@ class Coordinator:
     def begin_from(self, saved: Checkpoint) -> None:
         """A new run that starts where another ended."""
         server, broadcast = self._here(saved.server), self._here(saved.broadcast)
-        if _names(server) != _names(self.now.server) or _names(broadcast) != _names(self.now.broadcast):
+        if shapes_of(server) != shapes_of(self.now.server) or shapes_of(broadcast) != shapes_of(self.now.broadcast):
             raise InputError("continue-from: that run's state is another method's or model's: start without it")
         self.now = replace(self.now, server=server, broadcast=broadcast)
 
@@ -178,24 +170,34 @@ class Coordinator:
 
     def _about(self, kind: str, evaluate: bool = False, within: float = 0.0) -> About:
         d = self.diary
-        return About(d.federation, d.run, self.now.round, kind, self.plan.text(), d.start, evaluate, within)
+        text, begun = self.plan.text(), (d.start, d.start_round)
+        return About(d.federation, d.run, self.now.round, kind, text, *begun, evaluate, within)
 
     def _hello(self) -> RecordDict:
         return request(self._about("hello", within=self.settings.rounds.hello_s))
 
     def _reach(self, link: Link, needed: int, cohort: Sequence[str]) -> None:
-        """Look who is there; wait only where too few are."""
+        """Look who is there and start the round's clock; wait only where too few are, and at most half the round."""
         link.find(self._hello(), 0.0)
+        self.clock = Clock.start(self.settings.rounds.deadline_s)
         if len([s for s in cohort if s in link.nodes]) < needed:
-            link.find(self._hello(), self.settings.rounds.hello_s)
+            link.find(self._hello(), min(self.settings.rounds.hello_s, self.clock.left(0.5)))
         if len([s for s in cohort if self._ready(link, s)]) < needed:
-            for site, reply in link.exchange(self._weights(link), self.settings.rounds.deadline_s).items():
+            limit = self.clock.left(0.5)
+            for site, reply in link.exchange(self._weights(link, limit), limit).items():
                 self._equipped(link, site, reply)
 
-    def _weights(self, link: Link) -> dict[str, RecordDict]:
+    def _weights(self, link: Link, within: float) -> dict[str, RecordDict]:
         """The backbone, for the sites that have said they need it."""
-        content = request(self._about("weights", within=self.settings.rounds.deadline_s), self.backbone)
+        content = request(self._about("weights", within=within), self.backbone)
         return dict.fromkeys(sorted(link.needs & set(link.nodes)), content)
+
+    @property
+    def _judged(self) -> float:
+        """The part of a round that is kept for the guard's question."""
+        o, method = self.config.distill, self.method
+        asked = isinstance(method, Judge) and method.parts.distils and o.guard == "clients" and o.steps > 0
+        return GUARD if asked and not (o.rounds and self.now.round >= o.rounds) else 0.0
 
     def _equipped(self, link: Link, site: str, reply: RecordDict) -> None:
         if self._believed(site, reply, "weights") is not None:
@@ -208,14 +210,15 @@ class Coordinator:
         needed = min(limits.min_sites, len(cohort))
         for attempt in range(limits.retries + 1):
             self._reach(link, needed, cohort)
-            train = request(self._about("train", evaluate, limits.deadline_s), self.now.broadcast)
+            limit = self.clock.left(self._judged)
+            train = request(self._about("train", evaluate, limit), self.now.broadcast)
             contents = {s: train for s in cohort if s not in found.uploads and self._ready(link, s)}
             if evaluate and attempt == 0:
-                others = request(self._about("evaluate", True, limits.deadline_s), self.now.broadcast)
+                others = request(self._about("evaluate", True, limit), self.now.broadcast)
                 contents |= {s: others for s in self.sites if s not in cohort and self._ready(link, s)}
-            weights = self._weights(link)  # a newcomer gets them beside the others' round and joins the next
+            weights = self._weights(link, limit)  # a newcomer gets them beside the others' round and joins the next
             self.step("sending", self.now.round)
-            for site, content in sorted(link.exchange({**contents, **weights}, limits.deadline_s).items()):
+            for site, content in sorted(link.exchange({**contents, **weights}, limit).items()):
                 if site in weights:
                     self._equipped(link, site, content)
                 else:
@@ -242,17 +245,17 @@ class Coordinator:
             if kind == "train":
                 like = shared_part(self.method, self.model, self.now.broadcast)
                 upload = checked_upload(content, like, self.settings.rounds.norm_bound)
-                if self.config.train.weighting == "samples" and not _count(numbers.get("samples")):
-                    raise Refused("it did not say how many samples it has (train.weighting=samples)")
+                if self.config.train.weighting == "samples":
+                    sample_count(numbers.get("samples"), self.settings.rounds.max_samples)
                 found.uploads[site] = upload
                 if read_reply(content).failed:
                     found.failed.add(site)
             found.numbers[site] = numbers
-        except Refused as error:
-            found.refused[site] = str(error)
-            self.diary.tell(site, "refused", f"{kind}: {error}")
+        except Exception as error:
+            found.refused[site] = why = why_not(error)
+            self.diary.tell(site, "refused", f"{kind}: {why}")
 
-    def _numbers(self, site: str, content: RecordDict, kind: str) -> dict[str, float | list[float]]:
+    def _numbers(self, site: str, content: RecordDict, kind: str) -> dict[str, Number]:
         """The numbers of a reply, if it is this site's to this message."""
         reply = read_reply(content)
         if reply.error:
@@ -261,14 +264,15 @@ class Coordinator:
             raise Refused(f"the reply says it is {reply.site[:64]!r}")
         if not (a := reply.about).answers(self._about(kind)):
             raise Refused(f"late: of run {a.run[:64]!r}, round {a.round}, {a.kind[:16]!r}")
-        return read_numbers(content)
+        return dict(read_numbers(content))
 
-    def _believed(self, site: str, content: RecordDict, kind: str) -> dict[str, float | list[float]] | None:
-        """The same; None, and a line in the diary, where it is not believed."""
+    def _believed(self, site: str, content: RecordDict, kind: str, losses: int = 0) -> dict[str, Number] | None:
+        """The same, with so many `losses`; None, and a line in the diary, where it is not believed."""
         try:
-            return self._numbers(site, content, kind)
-        except Refused as error:
-            self.diary.tell(site, "refused", f"{kind}: {error}")
+            numbers = self._numbers(site, content, kind)
+            return {"losses": guard_losses(numbers.get("losses"), losses)} if losses else numbers
+        except Exception as error:
+            self.diary.tell(site, "refused", f"{kind}: {why_not(error)}")
             return None
 
     def update(self, link: Link, found: Gathered) -> Moment:
@@ -277,7 +281,8 @@ class Coordinator:
         uploads = stack(*(found.uploads[s] for s in sites))
         weights = None
         if self.config.train.weighting == "samples":
-            weights = [_count(found.numbers[s]["samples"]) for s in sites]
+            most = self.settings.rounds.max_samples
+            weights = [sample_count(found.numbers[s]["samples"], most) for s in sites]
         server = Server(
             self.model,
             self.public,
@@ -291,8 +296,8 @@ class Coordinator:
             self.config.run.lanes,
         )
         state, broadcast = self.method.server_update(server, now.server, uploads)
-        losses = [x for s in sites if isinstance(x := found.numbers[s].get("loss"), float)]
-        last: dict[str, Any] = {"train_loss": float(np.mean(losses)) if losses else None, "distill": server.log}
+        loss = mean_loss(found.numbers[s].get("loss") for s in sites)
+        last: dict[str, Any] = {"train_loss": loss, "distill": server.log}
         if found.failed:
             last["failed"] = sorted(found.failed)
         absent = [s for s in self.cohort(now.round) if s not in found.uploads]
@@ -322,21 +327,17 @@ class Coordinator:
         if not isinstance(self.method, Judge):
             raise InputError(f"{self.config.method_name} has no client_score: use distill.guard=none")
         out = torch.full((candidates.lanes, len(sites)), torch.nan, dtype=torch.float64)
-        limit = self.settings.rounds.deadline_s
+        limit = self.clock.left()
         content = request(self._about("score", within=limit), candidates)
         self.step("scoring", self.now.round)
         for site, reply in link.exchange(dict.fromkeys(sites, content), limit).items():
-            numbers = self._believed(site, reply, "score")
-            losses = (numbers or {}).get("losses")
-            if numbers is not None and (not isinstance(losses, list) or len(losses) != candidates.lanes):
-                self.diary.tell(site, "refused", f"score: {candidates.lanes} losses were asked for")
-            elif isinstance(losses, list):
-                out[:, sites.index(site)] = torch.tensor(losses, dtype=torch.float64)
+            if numbers := self._believed(site, reply, "score", candidates.lanes):
+                out[:, sites.index(site)] = torch.tensor(numbers["losses"], dtype=torch.float64)
         return out
 
     # Scores
 
-    def row(self, numbers: Mapping[str, Mapping[str, float | list[float]]]) -> dict[str, Any]:
+    def row(self, numbers: Mapping[str, Mapping[str, Number]]) -> dict[str, Any]:
         """A row of metrics.jsonl; what nobody measured is n/a."""
         now = self.now
         row: dict[str, Any] = {"round": now.round}
@@ -355,17 +356,10 @@ class Coordinator:
 
     def last_stage(self, link: Link, folder: RunFolder) -> None:
         """After the last round: the method's own last stage, where it has one, and everybody's scores."""
-        limit = self.settings.rounds.deadline_s
-        kind = "finish" if isinstance(self.method, Finisher) else "evaluate"
-        self._reach(link, len(self.sites), self.sites)
-        content = request(self._about(kind, True, limit), self.now.broadcast)
-        self.step("finishing", self.now.round)
-        replies = link.exchange({s: content for s in self.sites if self._ready(link, s)}, limit)
-        found = {s: self._believed(s, reply, kind) for s, reply in sorted(replies.items())}
-        self._last_scores = {s: numbers for s, numbers in found.items() if numbers is not None}
+        replies = self._ended(link, "finish" if isinstance(self.method, Finisher) else "evaluate")
         each, now = self.now.broadcast.bytes_per_lane(), self.now.counters
-        if kind == "finish" and not self.now.finished:
-            failed = {s for s, r in replies.items() if found[s] is not None and read_reply(r).failed}
+        if isinstance(self.method, Finisher) and not self.now.finished:
+            failed = {s for s, r in replies.items() if s in self._last_scores and read_reply(r).failed}
             failed |= set(self.now.last.get("failed", ()))
             last = {**self.now.last, "failed": sorted(failed)} if failed else self.now.last
             counters = {**now, "bytes_down": now["bytes_down"] + each * len(self.sites)}
@@ -373,7 +367,29 @@ class Coordinator:
             self.save(folder)
             self.step("finished", self.now.round)
 
-    _last_scores: Mapping[str, Mapping[str, float | list[float]]] = {}
+    def _ended(self, link: Link, kind: str) -> dict[str, RecordDict]:
+        """What the sites answer in the end. Scores may be missing; a last stage that too few did is tried again."""
+        limits, replies = self.settings.rounds, dict[str, RecordDict]()
+        needed = min(limits.min_sites, len(self.sites)) if kind == "finish" else 0
+        self._last_scores = {}
+        for attempt in range(limits.retries + 1):
+            self._reach(link, len(self.sites) if attempt == 0 else needed, self.sites)
+            limit = self.clock.left()
+            content = request(self._about(kind, True, limit), self.now.broadcast)
+            self.step("finishing", self.now.round)
+            asked = [s for s in self.sites if s not in self._last_scores and self._ready(link, s)]
+            for site, reply in sorted(link.exchange(dict.fromkeys(asked, content), limit).items()):
+                if (numbers := self._believed(site, reply, kind)) is not None:
+                    self._last_scores[site], replies[site] = numbers, reply
+            if len(replies) >= needed:
+                return replies
+            self.diary.tell("", "short", f"{len(replies)} of at least {needed} sites, attempt {attempt + 1}")
+        raise RunError(
+            f"the last stage: {len(replies)} sites did it, {needed} needed (rounds.min_sites); the last round is "
+            "saved: run it again with resume=true"
+        )
+
+    _last_scores: dict[str, dict[str, Number]]
 
     def close(self, folder: RunFolder, row: dict[str, Any]) -> None:
         """summary.json and report.html."""
@@ -381,12 +397,3 @@ class Coordinator:
         folder.write_json("summary.json", summary_of(run, self.federation, len(self.sites), self.device, row))
         write_report([run], folder.path / "report.html")
         self.diary.status("finished", self.now.round)
-
-
-def _count(value: float | list[float] | None) -> float:
-    """A number of samples; 0 where it is none."""
-    return value if isinstance(value, float) and value >= 1 and value < 2**53 and value == int(value) else 0.0
-
-
-def _names(state: State) -> dict[str, tuple[int, ...]]:
-    return {n: tuple(t.shape) for held in (state.params, state.buffers) for n, t in held.items()}

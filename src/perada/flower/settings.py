@@ -18,6 +18,10 @@ from ..methods import hyperparameters
 from ..models import WEIGHTS
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+RUN = re.compile(rf"{NAME.pattern}-[0-9a-f]{{8}}")  # `records.open_run` makes them
+SHA256 = re.compile(r"[0-9a-f]{64}")
+MADE_ANYWHERE = ("embedded", "random")  # weights that a site makes itself; any others are sent
+MAX_ROUND = 10**6
 GREY = {"data": ((0.5,), (0.25,)), "imagenet": ((0.449,), (0.226,))}  # as the sources of one channel have it
 
 
@@ -26,6 +30,11 @@ def checked_name(what: str, name: str) -> str:
     if not NAME.fullmatch(name):
         raise ValueError(f"{what} must be letters, digits, dots, dashes and underscores (at most 64), not {name!r}")
     return name
+
+
+def is_run_id(text: str) -> bool:
+    """Whether it is a run's id, which is a folder's name at the server and at the sites."""
+    return RUN.fullmatch(text) is not None
 
 
 @dataclass(frozen=True)
@@ -61,13 +70,16 @@ class Rounds:
     """The `[rounds]` section of server.toml: how long to wait for whom, and what to believe."""
 
     min_sites: int = 2  # a round with fewer good uploads is tried again
-    deadline_s: float = 600.0  # a round's uploads, and again the guard's scores, must be in by then
+    deadline_s: float = 600.0  # a round's end: uploads must be in by then; a fifth of it is kept for the guard
     hello_s: float = 60.0  # how long the sites may take to say who they are
     retries: int = 10  # how often a round with too few sites is tried again
     norm_bound: float = 100.0  # an upload may part from the broadcast by this many times the broadcast's norm
+    max_samples: int = 1_000_000  # where weighting=samples, a site that says it has more is refused
     poll_s: float = 0.5  # how often to look for replies
 
     def __post_init__(self) -> None:
+        if self.max_samples < 1:
+            raise ValueError(f"max_samples must be at least 1, not {self.max_samples}")
         if self.min_sites < 1 or self.retries < 0:
             raise ValueError("min_sites must be at least 1 and rounds.retries not negative")
         for name in ("deadline_s", "hello_s", "norm_bound", "poll_s"):
@@ -155,6 +167,7 @@ class SiteSettings:
     test: str = ""  # the shared public test set, if this site has it
     skip_bad: bool = False  # pass over images that cannot be read
     site_column: str = "site"  # of a manifest that holds several sites
+    score_digits: int = 1  # of the scores it tells, in percent; all digits would tell how many test images it has
     methods: tuple[str, ...] = ()  # what this site takes part in; empty is anything. MTL, say, sends personal models
 
     def __post_init__(self) -> None:
@@ -164,6 +177,8 @@ class SiteSettings:
             hyperparameters(method)  # refuses a name that there is not
         if self.threads < 0:
             raise ValueError(f"threads must not be negative, not {self.threads}")
+        if not 0 <= self.score_digits <= 15:
+            raise ValueError(f"score_digits must be from 0 to 15, not {self.score_digits}")
 
     @classmethod
     def read(cls, path: str | Path) -> SiteSettings:
@@ -204,7 +219,7 @@ class Plan:
     def of(cls, settings: ServerSettings, backbone: str) -> Plan:
         """Without the server's own paths and choices of device: they are nobody else's business."""
         f, config = settings.federation, settings.config
-        weights = config.model.weights if config.model.weights == "embedded" else "random"
+        weights = config.model.weights if config.model.weights in MADE_ANYWHERE else "random"
         config = replace(
             config,
             model=replace(config.model, weights=weights),
@@ -227,6 +242,10 @@ class Plan:
             if any(not isinstance(found[k], kind) for k, kind in kinds.items()):
                 raise ValueError("a value of the wrong type")
             classes = tuple(map(str, found["classes"]))
+            if config.model.weights not in MADE_ANYWHERE or config.distill.data != "none" or config.data.root:
+                raise ValueError("it names files or downloads, which a server has no say in at a site")
+            if not SHA256.fullmatch(found["backbone"]):
+                raise ValueError("backbone is no sha256")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
                 f"the server's plan cannot be read ({error}): do server and site run one version?"

@@ -153,22 +153,23 @@ class SiteState:
         for old in self.rounds(run)[:-KEEP]:
             shutil.rmtree(self._at(run, old), ignore_errors=True)
 
-    def received(self, run: str, plan: str, start: str, state: State) -> None:
+    def received(self, run: str, plan: str, start: str, start_round: int, state: State) -> None:
         """Remember what a model is made of beside what the site keeps."""
-        home = self.path / run
+        home, told = self.path / run, {"plan": plan, "start": start, "start_round": start_round}
         try:
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
             save_state(home / "received.safetensors", state)
-            write_atomic(home / "plan.json", json.dumps({"plan": plan, "start": start}).encode())
+            write_atomic(home / "plan.json", json.dumps(told).encode())
         except OSError as error:
             raise InputError(f"cannot write to {home}: {error.strerror}") from error
 
-    def told(self, run: str) -> tuple[str, str, State]:
-        """What `received` remembered: the plan, the run it goes on from, the broadcast."""
+    def told(self, run: str) -> tuple[str, str, int, State]:
+        """What `received` remembered: the plan, the run it goes on from and which round of it, the broadcast."""
         home = self.path / run
         try:
             found = json.loads((home / "plan.json").read_text("utf8"))
-            return found["plan"], found["start"], load_state(home / "received.safetensors")
+            broadcast = load_state(home / "received.safetensors")
+            return found["plan"], found["start"], int(found["start_round"]), broadcast
         except (OSError, ValueError, KeyError) as error:
             raise InputError(f"{home}: plan.json is damaged ({error}): take part in another round") from error
 

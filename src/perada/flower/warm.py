@@ -5,12 +5,14 @@ goes into loading torch. Here one process at a site loads it once and forks for 
     flwr-clientapp ARGUMENTS                 found first on the SuperNode's PATH: `ask.py`, which has the warm process
                                              fork, and runs Flower's own program where there is none
 
-What is forked has loaded code and nothing else: no data, no model, no thread.
+What is forked has loaded code and nothing else: no data, no model, no thread. It ends with its work, or a while after
+the server has stopped waiting for it: Flower waits without an end for one that hangs, and the site is out for good.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -22,9 +24,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from . import processes
 from .processes import program
-from .wrapped import die_with_parent
+from .wrapped import die_with_parent, say
 
 ASK = Path(__file__).with_name("ask.py")
 
@@ -45,13 +49,29 @@ def main(path: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that started us
     from flwr.supernode.cli import flwr_clientapp
 
-    from . import app  # noqa: F401 (to have it)
+    from .messages import Refused, read_about
 
+    app: Any = importlib.import_module("perada.flower.app")
+    handle = app.handle
+
+    def limited(site: Any, content: Any) -> Any:
+        with suppress(Refused):  # `handle` says so itself
+            limit(read_about(content).within)
+        return handle(site, content)
+
+    app.handle = limited
     gc.freeze()  # what is loaded stays shared with the children
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
         _serve(listener, flwr_clientapp)
+
+
+def limit(within: float) -> None:
+    """Have this process ended (SIGALRM: no code has to run for it) where it has not by then; 0 is no limit."""
+    if within > 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, min(within + processes.LATE, processes.LONGEST))
 
 
 def _leave(path: Path) -> None:
@@ -83,7 +103,10 @@ def _serve(listener: socket.socket, entry: Callable[[], None]) -> None:
             for child in list(running):
                 ended, status = os.waitpid(child, os.WNOHANG)
                 if ended:
-                    _tell(caller := running.pop(child), os.waitstatus_to_exitcode(status))
+                    code = os.waitstatus_to_exitcode(status)
+                    if code == -signal.SIGALRM:
+                        say("ended a ClientApp that was at work long after the server had stopped waiting for it")
+                    _tell(caller := running.pop(child), code)
                     caller.close()
 
 

@@ -1,12 +1,13 @@
-"""Flower's own SuperLink and SuperNode with three things added that Flower 1.41 leaves open:
+"""Flower's own SuperLink and SuperNode with a few things added that Flower 1.41 leaves open:
 
     python -P wrapped.py superlink ARGUMENTS    as `flower-superlink ARGUMENTS`
     python -P wrapped.py supernode ARGUMENTS    as `flower-supernode ARGUMENTS`
 
 - One port serves everything: the sites' messages and the commands that start a run or let in a key, which nobody has to
   sign for. So commands are taken from this machine alone (`LocalOnly`); other machines get the sites' part.
-- A site would run any code that the server sends it. Here it takes an app that is a pyproject.toml and names PerAda's
-  own two components, nothing else (`is_ours`): what runs at a site is what its people installed there.
+- A site would run any code that the server sends it, and the server any code that somebody on its machine hands to it.
+  Here both take an app that is a pyproject.toml and names PerAda's own two components, nothing else (`is_ours`): what
+  runs at a site is what its people installed there.
 - A node looks for messages every 3 seconds, says every 30 that it lives, and waits up to 20 before it tries a server
   again that was away; here all that is quicker, so that rounds are short and those that died are soon back.
 
@@ -151,6 +152,30 @@ def guard_link() -> None:
     hooks.get_middleware = lambda: (Middleware(LocalOnly), *before())
 
 
+def guard_apps() -> None:
+    """Have SuperLink start apps that pass `is_ours` and no others: in whatever way an app came (sent, stored before),
+    its configuration is read by `get_fab_config` before it is started. Flower's hub is not asked at all."""
+    handlers: Any = importlib.import_module("flwr.superlink.servicer.control.control_handlers")
+    errors = importlib.import_module("flwr.supercore.error")
+    read = handlers.get_fab_config
+    started = handlers.start_run.__code__.co_names
+    if not {"get_fab_config", "_get_remote_fab"} <= set(started) or not callable(handlers._get_remote_fab):
+        raise ImportError("flwr.superlink.servicer.control.control_handlers has changed")
+
+    def checked(fab: bytes) -> Any:
+        wrong = is_ours(fab)
+        if wrong:
+            say(f"refused to start an app: {wrong}; this server runs PerAda's own and nothing else")
+            raise ValueError(f"not PerAda's own app: {wrong}")
+        return read(fab)
+
+    def remote(*words: object) -> Any:
+        say("refused to fetch an app from Flower's hub")
+        raise errors.FlowerError(errors.ApiErrorCode.FAB_DOWNLOAD_FAILURE, "apps are not fetched from elsewhere")
+
+    handlers.get_fab_config, handlers._get_remote_fab = checked, remote
+
+
 def guard_node(poll: float) -> None:
     """Have SuperNode verify apps by `is_ours`, as it would by somebody's signature, and look for work more often."""
     node: Any = importlib.import_module("flwr.supernode.start_client_internal")
@@ -209,6 +234,7 @@ def main(words: list[str]) -> None:
     try:
         if which == "superlink":
             guard_link()
+            guard_apps()
             entry = importlib.import_module("flwr.superlink.cli.flower_superlink").flower_superlink
         else:
             guard_node(POLL)

@@ -1,0 +1,265 @@
+"""The services and what is typed beside them: which keys are let in, one of a kind, whose the files are, runs."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from perada import cli
+from perada.errors import RunError
+from perada.flower import certs, commands, control
+from perada.flower.address import free_port
+from perada.flower.control import Control
+from perada.flower.launch import Door
+from perada.flower.project import Project
+from perada.runs import locked
+
+# Which keys are let in.
+
+
+class Link(Control):
+    """A SuperLink that is a dictionary. It lists what was unregistered, as Flower's does."""
+
+    registered: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    def call(self, *words: str) -> dict[str, Any]:
+        nodes = Link.registered
+        if words[1] == "list":
+            return {"nodes": list(nodes.values())}
+        if words[1] == "register":
+            node = str(len(nodes) + 100 + int(Path(words[2]).read_text()))
+            nodes[node] = {"node-id": node, "status": "registered"}
+            return {"node-id": int(node)}
+        if nodes[words[2]]["status"] == "unregistered":
+            raise RunError("flwr supernode: [code: 24] Node ID not found for account.")
+        nodes[words[2]]["status"] = "unregistered"
+        return {}
+
+
+def test_the_keys_in_the_folder_are_let_in_and_no_others(tmp_path: Path) -> None:
+    Link.registered = {"7": {"node-id": "7", "status": "online"}}  # a stranger
+    keys = {"a": b"0", "b": b"1"}
+    link = Link(tmp_path)
+    link.admit(keys)
+    assert sorted(link.sites().values()) == ["a", "b"]
+    assert link.sites().keys() == link.nodes().keys()
+    assert link.admit(keys) == []
+    old = {site: node for node, site in link.sites().items()}
+    keys["a"] = b"50"  # renewed
+    assert len(link.admit(keys)) == 2
+    new = {site: node for node, site in link.sites().items()}
+    assert new["b"] == old["b"]
+    assert new["a"] != old["a"]
+    link.admit({"b": keys["b"]})
+    assert list(link.sites().values()) == ["b"]
+    Link.registered = {}  # a new database
+    link.admit(keys)
+    assert sorted(link.sites().values()) == ["a", "b"]
+    assert not (tmp_path / "key.pub").exists()
+
+
+class Broken(Link):
+    """Does not register, until it is mended."""
+
+    mended: ClassVar[bool] = False
+
+    def call(self, *words: str) -> dict[str, Any]:
+        if words[1] == "register" and not Broken.mended:
+            raise RunError("flwr supernode: it has hiccups")
+        return super().call(*words)
+
+
+def test_a_key_that_cannot_be_let_in_is_tried_again(tmp_path: Path) -> None:
+    """The server goes on meanwhile, says it once, and has the others right."""
+    Link.registered, Broken.mended = {}, False
+    certs.make(tmp_path / "certs", ["localhost"], ["a"])
+    said: list[str] = []
+    door = Door(Broken(tmp_path), tmp_path / "certs", ("a",), said.append)
+    for _ in range(4):
+        door.look()
+    assert len(said) == 1
+    assert "hiccups" in said[0]
+    Broken.mended, file = True, tmp_path / "certs" / "sites" / "a.pub"
+    with pytest.MonkeyPatch.context() as patch:  # a SuperLink that is a dictionary takes numbers for keys
+        patch.setattr(certs, "good_keys", lambda keys: (dict.fromkeys(keys, b"1"), []))
+        door.look()
+    assert said[1:] == ["the key of a is let in"]
+    assert file.is_file()
+    door.look()
+    assert len(said) == 2
+
+
+def test_a_half_copied_key_does_not_stop_the_server(tmp_path: Path) -> None:
+    certs.make(tmp_path / "certs", ["localhost"], ["a", "b", "c"])
+    sites = tmp_path / "certs" / "sites"
+    (sites / "b.pub").write_bytes((sites / "b.pub").read_bytes()[:40])
+    (sites / "gone.pub").symlink_to(tmp_path / "nowhere")  # as a file that is taken away between two calls
+    admitted: list[set[str]] = []
+    said: list[str] = []
+
+    class Counter(Control):
+        def admit(self, keys: Mapping[str, bytes]) -> list[str]:
+            admitted.append(set(keys))
+            return []
+
+    door = Door(Counter(tmp_path), tmp_path / "certs", ("a", "b", "c"), said.append)
+    door.look()  # has seen the files once: they may still be growing
+    assert admitted == []
+    door.look()
+    assert admitted == [{"a", "c"}]
+    assert said == ["warning: b.pub cannot be read: b is not let in"]
+    certs.renew_site(tmp_path / "certs", "b")
+    door.look()
+    door.look()
+    door.look()
+    assert admitted[1:] == [{"a", "b", "c"}]
+
+
+def test_a_flower_command_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flwr").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "flwr").chmod(0o755)
+    monkeypatch.setattr(control, "program", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(control, "CALL_S", 0.2)
+    with pytest.raises(RunError, match="no answer within"):
+        Control(tmp_path).nodes()
+    with pytest.raises(RunError, match="no answer within"):
+        Control(tmp_path).complaint("1")
+
+
+# One of a kind, for its owner alone.
+
+
+@pytest.fixture
+def keyed(tmp_path: Path) -> Path:
+    """A project with keys."""
+    server = f"127.0.0.1:{free_port()}"
+    assert cli.main(["flower", "init", str(tmp_path / "k"), "--sites", "a,b", "--server", server]) == 0
+    certs.make(tmp_path / "k" / "certs", ["fl.example.org"], ["a", "b"])
+    return tmp_path / "k"
+
+
+def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What stands in the one line that it is refused with."""
+    capsys.readouterr()
+    assert cli.main(["flower", *words]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    return said
+
+
+def test_a_second_server_of_a_project_is_refused(keyed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (keyed / "state" / "flower").mkdir(parents=True)
+    with locked(keyed / "state" / "flower"):
+        assert "runs already" in refusal(["server", str(keyed), "--port", str(free_port())], capsys)
+
+
+def test_a_second_site_of_a_name_is_refused(keyed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "data" / "0").mkdir(parents=True)
+    home = keyed / "state" / "flower" / "a"
+    home.mkdir(parents=True)
+    (home / "site.toml").write_text("theirs")
+    with locked(home):
+        assert "site a runs already" in refusal(
+            ["site", "--dir", str(keyed), "--name", "a", "--data", str(tmp_path / "data")], capsys
+        )
+    assert (home / "site.toml").read_text() == "theirs"
+
+
+@pytest.mark.parametrize("command", ["server", "site"])
+def test_what_a_service_writes_is_for_its_owner_alone(
+    keyed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def service(*words: object) -> None:
+        (tmp_path / "written").touch()
+
+    monkeypatch.setattr(commands, "serve", service)
+    monkeypatch.setattr(commands, "join", service)
+    (tmp_path / "data" / "0").mkdir(parents=True)
+    words = {
+        "server": ["server", str(keyed)],
+        "site": ["site", "--dir", str(keyed), "--name", "a", "--data", str(tmp_path / "data")],
+    }
+    before = os.umask(0o022)
+    try:
+        assert cli.main(["flower", *words[command]]) == 0
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
+    files = [tmp_path / "written", *(p for p in (keyed / "state").rglob("*") if p.is_file())]
+    assert len(files) == (2 if command == "site" else 1)
+    assert {p.stat().st_mode & 0o077 for p in files} == {0}
+
+
+def test_a_host_that_the_certificate_is_not_for(keyed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The server would refuse itself: it says what to do instead."""
+    said = refusal(["server", str(keyed), "--host", "127.0.0.2"], capsys)
+    assert "not for 127.0.0.2" in said
+    assert "--host 0.0.0.0" in said
+    assert "--renew server --server-name 127.0.0.2" in said
+
+
+# Runs.
+
+
+@pytest.mark.parametrize("name", ["../x", "a b", "", "x" * 65])
+def test_a_bad_name_of_a_run_is_refused_at_once(keyed: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--name must be letters" in refusal(["run", str(keyed), "--name", name], capsys)
+
+
+def flower_json(project: Path, name: str, text: str) -> Path:
+    folder = project / "state" / "runs" / name
+    folder.mkdir(parents=True)
+    (folder / "flower.json").write_text(text)
+    return folder
+
+
+RUNNING = '{"status": "running", "round": 2, "rounds": 9, "error": ""}'
+
+
+def test_an_unknown_run_to_continue_from_is_refused_at_once(keyed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flower_json(keyed, "run-1", RUNNING)
+    said = refusal(["run", str(keyed), "--continue-from", "run-2"], capsys)
+    assert "run-1" in said
+
+
+def test_the_line_to_go_on_with_is_complete(keyed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flower_json(keyed, "run-1", RUNNING)
+    lines: list[str] = []
+
+    def follow(control: Any, number: str, follower: Any, again: str) -> None:
+        lines.append(again)
+        raise RunError("it ended")
+
+    monkeypatch.setattr(Control, "open", classmethod(lambda cls, home: cls(home)))
+    monkeypatch.setattr(Control, "start", lambda *words: "1")
+    monkeypatch.setattr(commands.shelf, "follow", follow)
+    assert cli.main(["flower", "run", str(keyed), "--name", "x", "--continue-from", "run-1"]) == 1
+    assert lines == [f"perada flower run {keyed} --resume --name x --continue-from run-1"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"running"', "\0"])
+def test_status_of_a_damaged_run(keyed: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flower_json(keyed, "run-1", text)
+    flower_json(keyed, "run-2", RUNNING)
+    capsys.readouterr()
+    assert cli.main(["flower", "status", str(keyed)]) == 0
+    said = capsys.readouterr().out
+    assert "run-1: damaged" in said
+    assert "run-2: stopped, round 2 of 9" in said
+
+
+def test_two_who_look_do_not_take_each_other_for_a_server(keyed: Path) -> None:
+    folder = flower_json(keyed, "run-1", RUNNING)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        assert commands.shelf.runs(Project.open(keyed))["run-1"]["status"] == "stopped"
+    finally:
+        os.close(handle)
+    with locked(folder):
+        assert commands.shelf.runs(Project.open(keyed))["run-1"]["status"] == "running"
