@@ -103,7 +103,7 @@ def test_a_half_copied_key_does_not_stop_the_server(tmp_path: Path) -> None:
     said: list[str] = []
 
     class Counter(Control):
-        def admit(self, keys: Mapping[str, bytes]) -> list[str]:
+        def admit(self, keys: Mapping[str, bytes], spared: object = ()) -> list[str]:
             admitted.append(set(keys))
             return []
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,9 +99,10 @@ class Control:
         """{node id: site} as last admitted."""
         return json.loads(self.nodes_file.read_text()) if self.nodes_file.is_file() else {}
 
-    def admit(self, keys: Mapping[str, bytes]) -> list[str]:
-        """Register these sites' keys and unregister all others; a line about each change. What was done is written
-        down also where the next step fails, so that another try goes on from there."""
+    def admit(self, keys: Mapping[str, bytes], spared: Collection[str] = ()) -> list[str]:
+        """Register these sites' keys and unregister all others, less those of `spared` sites (Flower never takes back a
+        key that was unregistered); a line about each change. What was done is written down also where the next step
+        fails, so that another try goes on from there."""
         prints_file, copy = self.home / "keys.json", self.home / "key.pub"
         prints: dict[str, str] = json.loads(prints_file.read_text()) if prints_file.is_file() else {}
         wanted = {name: hashlib.sha256(data).hexdigest() for name, data in keys.items()}
@@ -111,14 +112,20 @@ class Control:
         try:
             for node in there:
                 site = known.get(node)
-                if site is not None and wanted.get(site) == prints.get(node):
+                if site is not None and (site in spared or wanted.get(site) == prints.get(node)):
                     continue
                 self.call("supernode", "unregister", node, LINK)
                 known.pop(node, None)
                 lines.append(f"the key of {site or f'node {node}'} is no longer let in")
             for site in sorted(wanted.keys() - set(known.values())):
                 write_atomic(copy, keys[site])  # the very bytes that were looked at, whatever the file is by now
-                node = str(self.call("supernode", "register", str(copy), LINK, "--name", site)["node-id"])
+                try:
+                    node = str(self.call("supernode", "register", str(copy), LINK, "--name", site)["node-id"])
+                except RunError as error:  # for good, but the others' keys are as good as before
+                    if "in use" not in str(error):
+                        raise
+                    lines.append(f"warning: the key of {site} is not let in ({error}); a new one may: --renew {site}")
+                    continue
                 known[node], prints[node] = site, wanted[site]
                 lines.append(f"the key of {site} is let in")
         finally:

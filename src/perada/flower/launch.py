@@ -172,7 +172,7 @@ class Door:
             if line not in self.told:
                 self.say(f"warning: {line}")
         self.told = wrong
-        for line in self.control.admit(good):
+        for line in self.control.admit(good, [name for name in keys if name in self.sites and name not in good]):
             self.say(line)
 
     def look(self) -> None:
