@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -25,6 +26,7 @@ from perada.models import build_backbone
 from perada.rounds import Saver
 from perada.runs import RunFolder
 from perada.simulate import Simulation, lanes_at_once, prepare
+from perada.trainer import Trainer
 
 METHODS = ["perada", "perada-no-kd", "standalone", "fedavg"]
 
@@ -428,3 +430,20 @@ def test_a_lane_costs_more_with_more_images_and_larger_ones() -> None:
     assert small_one > own
     assert batch - own == pytest.approx(2 * (small_one - own), rel=0.01)
     assert size - own == pytest.approx(4 * (small_one - own), rel=0.1)
+
+
+def test_clients_validate_together_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; one of them has nothing to validate with."""
+    sim = prepare(small(method__name="perada", run__precision="fp64"))
+    clients = list(sim.federation.clients)
+    clients[1] = dataclasses.replace(clients[1], val=clients[1].val[:0])
+    federation = dataclasses.replace(sim.federation, clients=tuple(clients))
+    trainer = Trainer(sim.model, federation, [0, 1, 3], 0, 0, sim.config.train)
+    candidates = sim.model.initial(2).map(lambda t: t * torch.tensor([1.0, 1.1]).to(t).view(2, *[1] * (t.dim() - 1)))
+    alone = trainer.validation_losses(candidates)
+    monkeypatch.setattr(perada.trainer, "TOGETHER", ("cpu",))
+    together = trainer.validation_losses(candidates)
+    assert alone[:, 1].isnan().all()
+    assert_close_norm(together[:, [0, 2]], alone[:, [0, 2]], 1e-12)
+    assert together[:, 1].isnan().all()
+    assert float(alone[0, 0]) != float(alone[1, 0])

@@ -169,15 +169,19 @@ def _adam(options: Distill, device: torch.device, dtype: torch.dtype) -> Update:
         state, first, second, count = states
         grads, state = gradient(state)
         done, kernels = count.params["t"], fast_kernels(device)
-        if gradient.flat is not None and kernels is not None and state.flat and first.flat and second.flat:
+        if gradient.flat is not None and state.flat and first.flat and second.flat:  # to be recorded: nothing is read
+            p, m, v = (held.flat[0] for held in (state, first, second) if held.flat)
             rate, scale = table[done[:, 0].long().clamp(max=len(plan) - 1)].unbind(1)
-            new = kernels.adam_step(
-                state.flat[0], gradient.flat, first.flat[0], second.flat[0], rate.contiguous(), scale.contiguous(),
-                (one, two), eps,
-            )  # fmt: skip
-            moved = state.with_flat(new[0], state.flat[1])
-            m, v = (s.with_flat(f, s.flat[1]) for s, f in zip((first, second), new[1:], strict=True) if s.flat)
-            return moved, m, v, State({"t": done + 1})
+            if kernels is not None:
+                p, m, v = kernels.adam_step(
+                    p, gradient.flat, m, v, rate.contiguous(), scale.contiguous(), (one, two), eps
+                )  # fmt: skip
+            else:
+                g = gradient.flat.to(p.dtype)
+                m, v = torch.lerp(m, g, 1 - one), torch.addcmul(v * two, g, g, value=1 - two)
+                p = p - rate[:, None] * m / (v.sqrt() * scale[:, None] + eps)
+            new = zip((state, first, second), (p, m, v), strict=True)
+            return *(held.with_flat(t, held.flat[1]) for held, t in new if held.flat), State({"t": done + 1})
         t = int(done) + 1
         params, ms, vs = dict(state.params), dict(first.params), dict(second.params)
         for name, g in grads.items():

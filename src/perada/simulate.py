@@ -278,7 +278,7 @@ def lanes_at_once(sim: Simulation) -> tuple[int, str]:
     each = bytes_per_lane(sim.model, (int(height), int(width)), sim.config.train.batch)
     cohort = sim.config.train.cohort or len(sim.federation.clients)
     lanes, free = sim.method.parts.copies * cohort, free_memory(device)
-    fit = int(0.9 * free / each)
+    fit = sim.model.room = int(0.9 * free / each)
     if fit < 1:
         raise InputError(
             f"one lane takes about {each / 2**30:.1f} GiB and {device.type} has {free / 2**30:.1f} free: lower "

@@ -16,6 +16,8 @@ from .data.federation import Federation
 from .evaluate import logits_on
 from .lanes import Batches, Group, LaneModel, Options, Pull, Result, State, Update, fast_kernels, loop, sgd
 
+TOGETHER = ("cuda",)  # where a pass costs the same for the validation images of one client and of many
+
 
 @dataclass(frozen=True)
 class Train:

@@ -175,7 +175,8 @@ def _go_through(
     jobs = jobs_for(len(left), federation.device) if shares(federation.device) else 1
     with resumable(search.path, "perada tune"):
         if jobs > 1:
-            share_points(list(left), jobs, train, lambda name: on_point(len(search.results()), len(points), name))
+            on_point(len(points) - len(left), len(points), next(iter(left)))
+            share_lanes(list(left), jobs, train, lambda name: on_point(len(search.results()), len(points), name))
         else:
             for at, point in enumerate(points):
                 on_point(at, len(points), _name(point))
@@ -184,12 +185,6 @@ def _go_through(
     on_point(len(points), len(points), "done")
     with resumable(search.path, "perada tune"):
         search.write_tuned()
-
-
-def share_points(names: Sequence[str], jobs: int, train: Callable[..., None], done: Callable[[str], None]) -> None:
-    """In one pool of lanes."""
-    done(names[0])
-    share_lanes(names, jobs, train, done)
 
 
 def _name(point: Mapping[str, Any]) -> str:

@@ -12,10 +12,11 @@ from helpers import assert_close_norm, assert_same_tensors
 from small import everything, small
 
 import perada.tune
+from perada import simulate
 from perada.compare import Comparison, compare, share_runs
 from perada.data import Federation
 from perada.errors import Interrupted
-from perada.lanes import Pool, pool, replay, train
+from perada.lanes import Pool, bytes_per_lane, pool, replay, train
 from perada.simulate import Simulation, prepare
 from perada.tune import tune
 from perada.workers import share_lanes
@@ -93,11 +94,16 @@ def test_other_frozen_weights_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> 
     assert_same_tensors(everything(found["seed 1"]), everything(alone))
 
 
-def test_no_more_lanes_at_once_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["limit", "memory"])
+def test_no_more_lanes_at_once_than_there_is_room_for(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     real = train._group
     monkeypatch.setattr(train, "_group", lambda m, s, *rest: seen.append(s[0].lanes) or real(m, s, *rest))
-    monkeypatch.setattr(Pool.__init__, "__defaults__", (5,))  # the limit
+    if why == "limit":
+        monkeypatch.setattr(Pool.__init__, "__defaults__", (5,))
+    else:
+        each = bytes_per_lane(sim_of(SAME["seed 0"]).model, (8, 8), 8)
+        monkeypatch.setattr(simulate, "free_memory", lambda device: 6 * each)
     together(SAME, monkeypatch)
     assert max(seen) == 5
 
@@ -193,9 +199,10 @@ def test_points_of_a_search_in_one_pool(tmp_path: Path, monkeypatch: pytest.Monk
     grid = {"train.lr": (0.01, 0.05), "method.lam": (0.1, 1.0)}
     alone = tune("digits", methods="perada-no-kd", set=settings, grid=grid, out=tmp_path / "alone")
     monkeypatch.setattr(perada.tune, "jobs_for", lambda runs, device: 3)
-    real = perada.tune._go_through.__globals__["share_points"]
     seen: list[int] = []
-    monkeypatch.setattr(perada.tune, "share_points", lambda names, *rest: seen.append(len(names)) or real(names, *rest))
+    monkeypatch.setattr(
+        perada.tune, "share_lanes", lambda names, *rest: seen.append(len(names)) or share_lanes(names, *rest)
+    )
     monkeypatch.setattr(perada.tune, "shares", lambda device: True)
     shared = tune("digits", methods="perada-no-kd", set=settings, grid=grid, out=tmp_path / "shared")
     assert seen == [4]

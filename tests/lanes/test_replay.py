@@ -156,6 +156,26 @@ def test_public_images_kept_behind_the_first_layer_distil_the_same(monkeypatch: 
         assert_close_norm(tensor, everything(wanted)[name], 1e-9, what=name)
 
 
+def test_a_recorded_step_of_distillation_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without kernels, too: a GPU without Triton records its steps all the same, and there reading fails."""
+    monkeypatch.setattr(replay, "DEVICES", ("cpu",))
+    real = replay.Replay._one
+
+    def one(self: replay.Replay, width: int) -> None:
+        def refuse(tensor: torch.Tensor) -> int:
+            raise AssertionError("a number was read")
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("__int__", "__float__", "__bool__", "item", "tolist"):
+                patch.setattr(torch.Tensor, name, refuse)
+            real(self, width)
+
+    monkeypatch.setattr(replay.Replay, "_one", one)
+    sim = prepare(small(method__name="perada", run__precision="fp64"))
+    sim.step()
+    assert sim.now.last["distill"]["kl_last"] > 0
+
+
 def test_only_the_last_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool whose runs come and go would otherwise fill the memory."""
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))

@@ -5,6 +5,7 @@ Knows nothing of federated learning. See docs/architecture.md.
 
 from .convert import adapt, default_groups
 from .fast import fast_kernels
+from .gradient import Batch, Gradient, Loss, Options
 from .layers import (
     LaneBatchNorm,
     LaneConv2d,
@@ -19,7 +20,7 @@ from .model import NOTHING, Group, LaneModel, divide
 from .pool import Pool
 from .random import fold, key_of, rng_of, uniform
 from .state import State, gather, join, mean, merge, mix, on_cpu, part, repeat, scale, scatter, split, stack
-from .train import Batch, Batches, Gradient, Loss, Options, Pull, Result, Update, loop, sgd
+from .train import Batches, Pull, Result, Update, loop, sgd
 
 __all__ = [
     "NOTHING",

@@ -56,6 +56,7 @@ class LaneModel:
         self.inert = inert & trained
         self.compute: torch.dtype | None = None
         self.lane_steps = [0, 0]  # of recorded loops: asked for, and of slots that stood empty
+        self.room = 0  # lanes that there is memory for, where somebody has asked
         self.pool: Pool | None = None  # where its loops are run together with others
         self._initial: State | None = None
         self._compiled: set[Hashable] = set()  # calls without a gradient whose kernels are there
@@ -142,7 +143,7 @@ class LaneModel:
         if dropout is not None:
             tensors.update(dict.fromkeys(self._dropouts, dropout))
         kernels = None if torch.is_grad_enabled() else fast_kernels(images.device)
-        if kernels is not None and (norm, state.lanes, images.shape) not in self._compiled:
+        if kernels is not None and norm != "train" and (norm, state.lanes, images.shape) not in self._compiled:
             self._compiled.add((norm, state.lanes, images.shape))
             with kernels.compiling():
                 functional_call(self.module, tensors, (images,))

@@ -45,7 +45,7 @@ class _Waiting:
 
 
 class Pool:
-    """members: how many threads there are; limit: how many lanes there is room for at once."""
+    """members: how many threads there are; limit: the most lanes at once, fewer where a model's `room` says so."""
 
     def __init__(self, members: int, limit: int = 64) -> None:
         self.limit = limit
@@ -113,11 +113,10 @@ class Pool:
         """Jobs that agree on this can be run as one."""
         if not isinstance(job.batches, Mergeable) or job.batches.merge_key() is None:
             return id(job)
-        lanes = max(s.lanes for s in job.start)
         shapes = tuple(
-            (n, s.lanes == 0, tuple(t.shape[1:])) for s in job.start for n, t in {**s.params, **s.buffers}.items()
+            (i, n, tuple(t.shape[1:])) for i, s in enumerate(job.start) for n, t in {**s.params, **s.buffers}.items()
         )
-        return job.model.signature, job.key, job.options, job.loss, shapes, job.batches.merge_key(), lanes > 0
+        return job.model.signature, job.key, job.options, job.loss, shapes, job.batches.merge_key()
 
 
 def _together(jobs: Sequence[Job], model: LaneModel | None, limit: int) -> list[Result]:
@@ -130,7 +129,7 @@ def _together(jobs: Sequence[Job], model: LaneModel | None, limit: int) -> list[
         stack(*(_own(s, n) for s, n in zip(states, sizes, strict=True))) if states[0].lanes else State()
         for states in zip(*(j.start for j in jobs), strict=True)
     )
-    slots = min([j.slots for j in jobs if j.slots] + [limit])
+    slots = min(n for n in (limit, *(j.slots for j in jobs), *(j.model.room for j in jobs)) if n)
     whole = replace(
         jobs[0],
         model=model or jobs[0].model,

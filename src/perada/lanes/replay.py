@@ -7,7 +7,7 @@ the loop has ended.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -19,7 +19,8 @@ from .schedule import schedule, waste
 from .state import State, flattened
 
 if TYPE_CHECKING:
-    from .train import Batch, Batches, Loss, Options, Result, Update
+    from .gradient import Batch, Loss, Options
+    from .train import Batches, Result, Run, Update
 
 
 DEVICES = ("cuda",)  # where steps are recorded; tests add the CPU, where they are only run
@@ -102,53 +103,58 @@ class Replay:
 
     def train(self, start: tuple[State, ...], batches: Any, steps: Sequence[int]) -> Result:
         """`loop`, with these batches, which are `Static`."""
-        from .train import Result
+        from .train import Result, Run
 
         run, device, slots = self.run, self.model.device, len(self.run.finite)
-        lanes = len(steps)
         given = tuple(flattened(s) if s.lanes else s for s in start)
         for mine, state, own in zip(run.states, given, self.own, strict=True):
             if not own and state.lanes:
                 _write(mine, slice(None), state, slice(None))
         self.batches.copy_(batches)
-        done = tuple(s.with_flat(s.flat[0].clone(), s.flat[1].clone()) if s.flat else s for s in given)
-        counts = torch.tensor(steps, device=device)
-        finite = torch.ones(lanes, dtype=torch.bool, device=device)
-        trace = torch.full((max(steps), lanes), torch.nan, dtype=run.trace.dtype, device=device)
+        kept = tuple(s.with_flat(s.flat[0].clone(), s.flat[1].clone()) if s.flat else s for s in given)
+        done = Run.of(kept, torch.arange(len(steps)), torch.tensor(steps), max(steps), run.trace.dtype, device)
         run.counts.zero_()
         run.at.zero_()
         spans = schedule(steps, slots, WIDTHS if self.options.widths is None else self.options.widths)
         self.model.lane_steps = [a + b for a, b in zip(self.model.lane_steps, waste(steps, spans), strict=True)]
         for span in spans:
             if span.stored:
-                here, there = _columns(span.stored, device)
-                for mine, state, own in zip(run.states, done, self.own, strict=True):
-                    if own and state.lanes:
-                        _write(state, there, mine, here)
-                finite[there] = run.finite[here]
-                trace[:, there] = run.trace[: max(steps), here]
-                run.counts[here] = 0
-                run.at[here] = 0
+                self._store(done, *_columns(span.stored, device))
             if span.loaded:
-                here, there = _columns(span.loaded, device)
-                for mine, state, own in zip(run.states, given, self.own, strict=True):
-                    if own and state.lanes:
-                        _write(mine, here, state, there)
-                run.finite[here] = True
-                run.order[here], run.counts[here], run.at[here] = there, counts[there], torch.zeros_like(there)
-                run.trace[:, here] = torch.nan
+                self._load(given, done.counts, *_columns(span.loaded, device))
             for high, low in span.moved:
                 self._move(high, low)
             for _ in range(span.steps):
                 self.step(span.width)
-        failed = tuple(torch.nonzero(~finite).flatten().tolist())
-        return Result(tuple(s.map(torch.clone) for s in done), trace, failed)
+        failed = tuple(torch.nonzero(~done.finite).flatten().tolist())
+        return Result(tuple(s.map(torch.clone) for s in done.states), done.trace[:-1], failed)
+
+    def _lanes(self, states: tuple[State, ...]) -> Iterator[tuple[State, State]]:
+        """What slots hold, beside what lanes have; not what all lanes share."""
+        return ((m, s) for m, s, own in zip(self.run.states, states, self.own, strict=True) if own and s.lanes)
+
+    def _store(self, done: Run, here: Tensor, there: Tensor) -> None:
+        """Slots `here` are done with lanes `there`."""
+        run = self.run
+        for mine, state in self._lanes(done.states):
+            _write(state, there, mine, here)
+        done.finite[there] = run.finite[here]
+        done.trace[:, there] = run.trace[: len(done.trace), here]
+        run.counts[here] = run.at[here] = 0
+
+    def _load(self, given: tuple[State, ...], counts: Tensor, here: Tensor, there: Tensor) -> None:
+        """Slots `here` begin with lanes `there`."""
+        run = self.run
+        for mine, state in self._lanes(given):
+            _write(mine, here, state, there)
+        run.finite[here] = True
+        run.order[here], run.counts[here], run.at[here] = there, counts[there], torch.zeros_like(there)
+        run.trace[:, here] = torch.nan
 
     def _move(self, high: int, low: int) -> None:
         run = self.run
-        for mine, own in zip(run.states, self.own, strict=True):
-            if own and mine.lanes:
-                _write(mine, slice(low, low + 1), mine, slice(high, high + 1))
+        for mine, _ in self._lanes(run.states):
+            _write(mine, slice(low, low + 1), mine, slice(high, high + 1))
         for tensor in (run.finite, run.order, run.counts, run.at, run.trace.T):
             tensor[low].copy_(tensor[high])
         run.counts[high].zero_()

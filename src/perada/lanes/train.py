@@ -10,24 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .fast import fast_kernels
-from .layers import Norm
+from .gradient import Batch, Gradient, Loss, Options, like
 from .model import Group, LaneModel
 from .replay import recorded
 from .state import State, gather, stack, views
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""logits `[K, B, classes]`, targets `[K, B, ...]` -> loss of each sample `[K, B]`."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One step's data for k lanes, lane-major."""
-
-    images: Tensor  # [k·B, C, H, W]
-    targets: Tensor  # [k, B] class indices, or [k, B, labels] of zeros and ones
-    weights: Tensor | None  # [k, B]; None: all ones, as they are unless samples are drawn at random (Poisson sampling)
-    keys: Tensor  # int64 [k], the lanes' random keys of this step
-
 
 Batches = Callable[[int, Tensor], Batch]
 """(step, lane numbers int64 `[k]`) -> their batch. Those that can be recorded (`replay.Static`) take steps int64 `[k]`,
@@ -43,17 +29,6 @@ class Pull:
 
 
 @dataclass(frozen=True)
-class Options:
-    """SGD's settings that are the same for all lanes. `clip` bounds the norm of a lane's gradient of the loss."""
-
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    clip: float | None = None
-    norm: Norm = "train"
-    widths: tuple[int, ...] | None = None  # lane counts a step may run with; None: exactly the active lanes
-
-
-@dataclass(frozen=True)
 class Result:
     states: tuple[State, ...]
     trace: Tensor  # [steps, K], the loss of each lane at each step; NaN after a lane's last step
@@ -62,78 +37,6 @@ class Result:
     @property
     def state(self) -> State:
         return self.states[0]
-
-
-class Gradient:
-    """One step's mini-batch of k lanes: `gradient(state)` may be asked as often as a method needs it."""
-
-    def __init__(self, model: LaneModel, batch: Batch, loss: Loss, lanes: Tensor, options: Options) -> None:
-        self.model, self.batch, self.loss, self.options = model, batch, loss, options
-        self.lanes = lanes  # int64 [k], which lanes these are
-        self.losses: Tensor | None = None  # [k], of the first call
-        self.totals: list[Tensor] = []  # [k] each: a lane is finite if its numbers in all of them are
-        self.summed: set[int] = set()  # the new tensors (their id) whose totals are there already
-        self.flat: Tensor | None = None  # the last call's gradients side by side, as the parameters lie
-
-    def __call__(self, state: State, of: Group | None = None) -> tuple[dict[str, Tensor], State]:
-        """Gradients of the lanes' mean losses, clipped and with weight decay, and the state with its running
-        statistics brought up to date. `of` leaves out all that is not in this group, statistics too."""
-        fresh, slots = self._copy(state), {}
-        params = fresh.params
-        names = [n for n in params if n not in self.model.inert and (of is None or n in of.params)]
-        leaves = [params[n].requires_grad_() for n in names]
-        if fresh.flat is not None:
-            self.flat = torch.zeros_like(fresh.flat[0])
-            slots = views(params, self.flat)
-            for name in names:
-                params[name].slot = slots[name]  # type: ignore[attr-defined]
-        logits = self.model(fresh, self.batch.images, norm=self.options.norm, dropout=self.batch.keys)
-        each = self.loss(logits, self.batch.targets)
-        losses = (each if self.batch.weights is None else each * self.batch.weights).mean(1)
-        found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-        losses = losses.detach()
-        if self.losses is None:
-            self.losses = losses
-        else:
-            self.totals.append(losses)
-        with torch.no_grad():
-            grads = _collected(dict(zip(names, found, strict=True)), params, slots)
-            if self.options.clip is not None:
-                grads = _clipped(grads, self.options.clip)
-            if self.options.weight_decay:
-                grads = {n: g + self.options.weight_decay * params[n] for n, g in grads.items()}
-            if slots and (self.options.clip is not None or self.options.weight_decay):
-                for name, g in grads.items():
-                    slots[name].copy_(g)
-        for name, b in fresh.buffers.items():
-            if of is not None and name not in of.buffers:
-                b.copy_(state.buffers[name])
-        kept = None if state.flat is None or fresh.flat is None else (state.flat[0], fresh.flat[1])
-        return grads, State(state.params, fresh.buffers, kept)
-
-    def _copy(self, state: State) -> State:
-        """Parameters to take gradients by, in the type that is computed in, and statistics to write to."""
-        compute = self.model.compute
-        if state.flat is None:
-            params = {n: p.detach() for n, p in state.params.items()}
-            return State(params, {n: b.clone() for n, b in state.buffers.items()})
-        held, buffers = state.flat
-        copy = state.with_flat(held.to(compute) if compute else held, buffers.clone())
-        return State({n: p.detach() for n, p in copy.params.items()}, copy.buffers, copy.flat)
-
-
-def _collected(
-    found: dict[str, Tensor | None], params: dict[str, Tensor], slots: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """The gradients, all in their slots where there are any. A kernel may have written one there itself, which shows in
-    that it took the slot; then autograd has none, or one of further uses of the parameter."""
-    if not slots:
-        return {n: torch.zeros_like(params[n]) if g is None else g for n, g in found.items()}
-    for name, g in found.items():
-        written = "slot" not in params[name].__dict__
-        if g is not None:
-            slots[name].add_(g) if written else slots[name].copy_(g)
-    return {n: slots[n] for n in found}
 
 
 Update = Callable[[Gradient, tuple[State, ...]], tuple[State, ...]]
@@ -284,7 +187,7 @@ def one_step(
         if kernels is not None and o.dim() == 2 and o.is_contiguous() and n.is_contiguous():
             kernels.keep(o, n, moves)
         else:
-            o.copy_(torch.where(_like(moves, n), n, o))
+            o.copy_(torch.where(like(moves, n), n, o))
 
 
 def _settled(run: Run, gradient: Gradient, width: int) -> Tensor:
@@ -344,10 +247,10 @@ def sgd(
             for name, g in grads.items():
                 p = params[name]
                 if pull:
-                    g = g + _like(each.params["pull"], p) * (p - towards.params[name])
+                    g = g + like(each.params["pull"], p) * (p - towards.params[name])
                 if options.momentum:
                     g = speeds[name] = options.momentum * speeds[name] + g
-                params[name] = torch.addcmul(p, g, _like(each.params["lr"], g), value=-1.0)
+                params[name] = torch.addcmul(p, g, like(each.params["lr"], g), value=-1.0)
         return State(params, state.buffers), State(speeds), towards, each
 
     begin = (start, velocity, centre, State(numbers))
@@ -398,15 +301,3 @@ def _changed(old: State, new: State) -> list[tuple[Tensor, Tensor]]:
     pairs = [(t, new.params[n]) for n, t in old.params.items()]
     pairs += [(t, new.buffers[n]) for n, t in old.buffers.items()]
     return [(o, n) for o, n in pairs if o is not n]
-
-
-def _clipped(grads: dict[str, Tensor], bound: float) -> dict[str, Tensor]:
-    """Each lane's gradient scaled down to norm `bound` where it is longer."""
-    norm = torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(0).sqrt()
-    factor = (bound / norm.clamp_min(1e-30)).clamp_max(1.0)
-    return {n: g * _like(factor, g) for n, g in grads.items()}
-
-
-def _like(per_lane: Tensor, other: Tensor) -> Tensor:
-    """`[K]` -> `[K, 1, ...]` with as many dimensions as `other`."""
-    return per_lane.view(-1, *([1] * (other.dim() - 1)))
