@@ -162,8 +162,8 @@ class Trainer:
         """
         out = torch.full((candidates.lanes, len(self.clients)), torch.nan, dtype=torch.float64)
         held = {j: val for j, c in enumerate(self.clients) if len(val := self.federation.clients[c].val)}
-        together = self.model.device.type == "cuda"  # where a pass costs the same for few images and for many
-        for some in [list(held)] if together and held else [[j] for j in held]:
+        together = self.model.device.type in TOGETHER and bool(held)
+        for some in [list(held)] if together else [[j] for j in held]:
             index = np.concatenate([held[j] for j in some])
             logits = logits_on(self.model, candidates, self.federation, index)
             targets = self.federation.labels(index)
