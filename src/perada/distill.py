@@ -26,6 +26,7 @@ from .lanes import (
     Norm,
     Options,
     State,
+    Stem,
     Update,
     fast_kernels,
     fold,
@@ -91,46 +92,73 @@ def chunks_of(images: int, options: Distill, seed: int) -> list[Tensor]:
     return [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
 
 
+TOGETHER = 1 << 16  # images × teachers in one pass, where several chunks can be
+
+
 @torch.no_grad()
 def teacher_logits(
     model: LaneModel,
     teachers: State,
-    images: Sequence[Tensor],
+    images: Sequence[Tensor | Stem],
     norm: Literal["public", "running"],
     lanes_at_once: int = 0,
-) -> list[Tensor]:
-    """The mean of the teachers' logits on every chunk, `[n, classes]` each: once a round, no dropout.
+) -> Tensor:
+    """The mean of the teachers' logits on every chunk, `[chunks, B, classes]`: once a round, no dropout.
 
     With norm="public" a teacher normalises with the chunk's own statistics: its running ones come from the
     few classes of one client and mislead it on foreign images.
     """
     mode: Norm = "batch" if norm == "public" else "running"
-    size = lanes_at_once or teachers.lanes
+    size, teachers = lanes_at_once or teachers.lanes, model.rounded(teachers)
     groups = [teachers.map(lambda t, i=i: t[i : i + size]) for i in range(0, teachers.lanes, size)]  # type: ignore[misc]
-    return [
-        torch.cat([model(g, x.repeat(g.lanes, 1, 1, 1), norm=mode) for g in groups]).mean(0)
-        for x in (images[i] for i in range(len(images)))
-    ]
+    return torch.cat([_on_chunks(model, g, images, mode, lanes_at_once) for g in groups], 1).mean(1)
+
+
+def _on_chunks(model: LaneModel, lanes: State, images: Sequence[Tensor | Stem], mode: Norm, limit: int) -> Tensor:
+    """`[chunks, K, B, classes]`. Chunks that are kept behind the first layer can be other lanes: a few at a time."""
+    if not isinstance(images, Chunks) or images.stems is None:
+        return torch.stack([model.on_all(lanes, images[i], mode) for i in range(len(images))])
+    size = max(1, min(limit or TOGETHER, TOGETHER // images.chunks.shape[1]) // lanes.lanes)
+    out = []
+    for some in torch.split(torch.arange(len(images), device=model.device), size):
+        number = some.repeat_interleave(lanes.lanes)
+        found = model(stack(*[lanes] * len(some)), images.stems.seen(number), mode)
+        out.append(found.view(len(some), lanes.lanes, *found.shape[1:]))
+    return torch.cat(out)
 
 
 @lru_cache
 def _loss(temperature: float, multilabel: bool) -> Loss:
     """`kl` as the loss of a training loop: one function for each pair, so that recorded steps are found again."""
-    return lambda logits, targets: kl(targets, logits, temperature, multilabel)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        kernels = None if multilabel else fast_kernels(logits.device)
+        if kernels is None:
+            return kl(targets, logits, temperature, multilabel)
+        return kernels.divergence(logits, targets, temperature)  # type: ignore[no-any-return]
+
+    return loss
 
 
 class PublicBatches:
     """Step r sees chunk r mod n of the public images, and the teachers' logits on it. r counts from `first`."""
 
-    def __init__(self, images: Sequence[Tensor], targets: Tensor, key: Tensor, capacity: int, first: int = 0) -> None:
+    def __init__(
+        self, images: Sequence[Tensor | Stem], targets: Tensor, key: Tensor, capacity: int, first: int = 0
+    ) -> None:
         self.images, self.targets, self.key = images, targets, key  # targets [chunks, B, classes], key int64 [1]
         self.capacity, self.first = capacity, torch.tensor([first], device=key.device)
 
     def __call__(self, step: int | Tensor, lanes: Tensor) -> Batch:
-        at = step + self.first
-        chunk = at % len(self.images)
+        kernels = fast_kernels(self.key.device) if isinstance(step, Tensor) else None
+        if kernels is None:
+            at = step + self.first
+            chunk = at % len(self.images)
+            targets, key = self.targets[chunk], fold(self.key, at)
+        else:
+            chunk, targets, key = kernels.chunk(step, self.first, self.key, self.targets)
         images = self.images.at(chunk) if isinstance(self.images, Chunks) else self.images[int(chunk)]
-        return Batch(images, self.targets[chunk], None, fold(self.key, at))
+        return Batch(images, targets, None, key)
 
     # What a recorded step needs: lanes/replay.py.
 
@@ -171,17 +199,17 @@ def _adam(options: Distill, device: torch.device, dtype: torch.dtype) -> Update:
         done, kernels = count.params["t"], fast_kernels(device)
         if gradient.flat is not None and state.flat and first.flat and second.flat:  # to be recorded: nothing is read
             p, m, v = (held.flat[0] for held in (state, first, second) if held.flat)
-            rate, scale = table[done[:, 0].long().clamp(max=len(plan) - 1)].unbind(1)
             if kernels is not None:
-                p, m, v = kernels.adam_step(
-                    p, gradient.flat, m, v, rate.contiguous(), scale.contiguous(), (one, two), eps
-                )  # fmt: skip
+                p, m, v, after, total = kernels.adam_step(p, gradient.flat, m, v, done, table, (one, two), eps)
+                gradient.totals.append(total)
+                gradient.summed |= {id(t) for t in (p, m, v, after)}
             else:
-                g = gradient.flat.to(p.dtype)
+                rate, scale = table[done[:, 0].long().clamp(max=len(plan) - 1)].unsqueeze(-1).unbind(1)
+                g, after = gradient.flat.to(p.dtype), done + 1
                 m, v = torch.lerp(m, g, 1 - one), torch.addcmul(v * two, g, g, value=1 - two)
-                p = p - rate[:, None] * m / (v.sqrt() * scale[:, None] + eps)
+                p = p - rate * m / (v.sqrt() * scale + eps)
             new = zip((state, first, second), (p, m, v), strict=True)
-            return *(held.with_flat(t, held.flat[1]) for held, t in new if held.flat), State({"t": done + 1})
+            return *(held.with_flat(t, held.flat[1]) for held, t in new if held.flat), State({"t": after})
         t = int(done) + 1
         params, ms, vs = dict(state.params), dict(first.params), dict(second.params)
         for name, g in grads.items():
@@ -198,7 +226,7 @@ def distill(
     model: LaneModel,
     student: State,
     teachers: State,
-    images: Sequence[Tensor],
+    images: Sequence[Tensor | Stem],
     options: Distill,
     multilabel: bool,
     key: int,
@@ -209,7 +237,7 @@ def distill(
     `images` are the chunks, prepared: step r uses chunk r mod n. Dropout is on in the student, as in any
     other training; `key` is its random key. A candidate that is not finite is all NaN.
     """
-    targets = torch.stack(teacher_logits(model, teachers, images, options.teacher_norm, lanes_at_once))
+    targets = teacher_logits(model, teachers, images, options.teacher_norm, lanes_at_once)
     like = next(iter(student.params.values()))
     keys = torch.tensor([key], dtype=torch.int64, device=model.device)
     zeros = State({n: torch.zeros_like(p) for n, p in student.params.items()})
@@ -244,7 +272,7 @@ class Server:
     """What a method sees of the server in one round: the mean, the public data, the guard."""
 
     model: LaneModel
-    images: Sequence[Tensor]  # prepared public chunks; empty where there are none
+    images: Sequence[Tensor | Stem]  # prepared public chunks; empty where there are none
     options: Distill
     multilabel: bool
     round: int

@@ -28,11 +28,10 @@ def logits_of(model: LaneModel, lanes: State, federation: Federation, images: Te
     """Every lane on every image (uint8 `[n, C, H, W]`), eval mode -> `[K, n, classes]`."""
     if len(images) == 0:
         return torch.zeros(lanes.lanes, 0, len(federation.classes), device=model.device)
-    dtype = next(iter(lanes.tensors())).dtype
+    dtype, lanes = next(iter(lanes.tensors())).dtype, model.rounded(lanes)
     out = []
     for part in torch.split(images, _chunk(lanes.lanes, images, model.device)):
-        ready = model.stem(federation.prepare(part.to(model.device), dtype))
-        out.append(model(lanes, ready.repeat(lanes.lanes, 1, 1, 1)))
+        out.append(model.on_all(lanes, model.stem(federation.prepare(part.to(model.device), dtype))))
     return torch.cat(out, 1)
 
 

@@ -24,6 +24,7 @@ from .lanes import (
     bytes_per_lane,
     fast_kernels,
     gather,
+    get_ready,
     key_of,
     on_cpu,
     repeat,
@@ -252,6 +253,8 @@ def prepare(
     """
     device, dtype = device_of(config.run.device), DTYPES[config.run.precision]
     arithmetic(config.run.precision, device)
+    if to_train:
+        get_ready(device)
     federation = federation or build_federation(config.data, device)
     method = config.make_method()
     check(config, federation, method)
@@ -259,7 +262,7 @@ def prepare(
     net = _backbone(config, federation, backbone, say, pretrain)
     sim = Simulation(config, federation, model_of(config, net, method, device), method, public)
     if isinstance(public, Chunks) and device.type == "cuda":
-        public.keep_stems(sim.model.stem, torch.cuda.mem_get_info(device)[0] // 4)
+        public.keep_stems(sim.model, torch.cuda.mem_get_info(device)[0] // 4)
     if config.model.weights not in ("embedded", "random"):
         sim.backbone = {k: t for k, t in net.state_dict().items() if not k.endswith("num_batches_tracked")}
     if to_train:

@@ -7,7 +7,7 @@ import torch
 from helpers import assert_close_norm
 from torch import nn
 
-from perada.lanes.conv import dense_conv2d, stem_conv2d
+from perada.lanes.conv import dense_conv2d, stem_conv2d, strided_conv1x1
 
 
 def both(layer: nn.Conv2d, x: torch.Tensor, form: object) -> None:
@@ -31,6 +31,11 @@ def test_a_dense_product(size: tuple[int, int], kernel: tuple[int, int, int]) ->
 @pytest.mark.parametrize("size", [(32, 32), (8, 14)])
 def test_the_stem_in_blocks(size: tuple[int, int]) -> None:
     both(nn.Conv2d(3, 6, 7, 2, 3, bias=False), torch.randn(2, 3, *size, dtype=torch.float64), stem_conv2d)
+
+
+@pytest.mark.parametrize("stride", [1, 2, (2, 1)])
+def test_a_product_of_the_pixels_that_count(stride: int) -> None:
+    both(nn.Conv2d(5, 7, 1, stride, bias=False), torch.randn(3, 5, 7, 8, dtype=torch.float64), strided_conv1x1)
 
 
 def test_a_form_follows_its_weights() -> None:

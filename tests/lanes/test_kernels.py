@@ -3,8 +3,12 @@ and the same elements dropped."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +20,8 @@ from torch.func import functional_call
 from perada.data import federation
 from perada.data.augment import AUGMENT
 from perada.data.federation import Client, Federation
-from perada.lanes import fold, layers
+from perada.distill import kl
+from perada.lanes import Stem, fold, layers
 from perada.lanes.layers import LaneBatchNorm, ResidualAdapter
 from perada.lanes.random import keep_mask
 
@@ -117,9 +122,7 @@ def test_the_elements_dropped_are_those_of_the_plain_path() -> None:
     keys, salt = torch.tensor([1, -(2**60), 77]), 1234
     zeros, ones = torch.zeros(K, 6, dtype=torch.float64), torch.ones(K, 6, dtype=torch.float64)
     noise = draw(K * 4, 6, 3, 2).contiguous(memory_format=torch.channels_last)
-    how = norm._How(
-        kernels.Statistics(zeros.clone(), ones.clone(), "batch", 0.1, 1e-5), drop=norm.Drop(keys, salt, 0.4)
-    )
+    how = norm.How(kernels.Statistics(zeros.clone(), ones.clone(), "batch", 0.1, 1e-5), drop=norm.Drop(keys, salt, 0.4))
     y, *_ = norm._normed(noise, zeros, ones, how, None)
     kept = keep_mask(fold(keys, salt), 4 * 6 * 3 * 2, 0.4).view(noise.shape)
     assert torch.equal(y != 0, kept)
@@ -143,29 +146,56 @@ def test_running_statistics_without_a_gradient(parts: int, end: str, monkeypatch
     assert_close_norm(found[1], found[0], 1e-12)
 
 
+class Behind(nn.Module):
+    """What stands behind a first layer."""
+
+    def __init__(self, channels: int, pool: nn.Module, mode: str) -> None:
+        super().__init__()
+        self.norm, self.pool = LaneBatchNorm(channels).double(), pool
+        self.norm.mode = mode  # type: ignore[assignment]
+
+    def forward(self, x: Tensor | Stem) -> Tensor:
+        return self.norm.and_pool(x, self.pool)
+
+    def on(self, x: Tensor | Stem, weight: Tensor, bias: Tensor) -> Made:
+        shape = K, self.norm.weight.shape[0]
+        mean, var = draw(*shape, seed=4), draw(*shape, seed=5).exp()
+        tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
+        return functional_call(self, {f"norm.{n}": t for n, t in tensors.items()}, (x,)), (mean, var)
+
+
 @pytest.mark.parametrize("shape", [(4, 5, 6, 6), (3, 70, 5, 8)])
 @pytest.mark.parametrize("mode", ["train", "batch"])
 def test_the_stem_with_its_pooling(shape: tuple[int, ...], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, channels, *size = shape
-    x = draw(K * batch, channels, *size) * 2 + 1
+    x, behind = draw(K * batch, channels, *size) * 2 + 1, Behind(channels, nn.MaxPool2d(3, 2, 1), mode)
+    inputs = [draw(K, channels, seed=1), draw(K, channels, seed=2)]
+    both(lambda weight, bias: behind.on(x, weight, bias), inputs, monkeypatch, 1e-12)
 
-    def make(weight: Tensor, bias: Tensor) -> Made:
-        layer = LaneBatchNorm(channels).double()
-        layer.mode = mode  # type: ignore[assignment]
-        mean, var = draw(K, channels, seed=4), draw(K, channels, seed=5).exp()
-        tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
 
-        class Stem(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.norm, self.pool = layer, nn.MaxPool2d(3, 2, 1)
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.norm.and_pool(x, self.pool)
-
-        return functional_call(Stem(), {f"norm.{n}": t for n, t in tensors.items()}, (x,)), (mean, var)
-
-    both(make, [draw(K, channels, seed=1), draw(K, channels, seed=2)], monkeypatch, 1e-12)
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(3, 2, 1), nn.Identity()])
+@pytest.mark.parametrize("mode", ["train", "batch", "running"])
+def test_images_behind_the_first_layer(pool: nn.Module, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pooled before the norm, by lanes that say which chunk they see: as pool(ReLU(norm(x))), whatever the sign of the
+    norm's factor."""
+    behind, number = Behind(5, pool, mode), torch.tensor([1, 0, 1])
+    chunks = [draw(4, 5, 6, 7, seed=s) * 2 + 1 for s in (1, 2)]
+    inputs = [draw(K, 5, seed=3), draw(K, 5, seed=6)]
+    assert bool((inputs[0] < 0).any() and (inputs[0] > 0).any())
+    kept = Stem.joined([Stem.of(x, pool) for x in chunks]).seen(number)
+    found = []
+    for x in (torch.cat([chunks[i] for i in number.tolist()]), kept):
+        for fast in (None, kernels):
+            monkeypatch.setattr(layers, "fast_kernels", lambda device, fast=fast: fast)
+            leaves = [t.clone().requires_grad_(mode != "running") for t in inputs]
+            with torch.set_grad_enabled(mode != "running"):
+                y, statistics = behind.on(x, *leaves)
+            weights = torch.arange(y.numel(), dtype=y.dtype).reshape(y.shape).sin() + 0.5
+            grads = torch.autograd.grad((y * weights).sum(), leaves) if mode != "running" else ()
+            found.append([y.detach(), *statistics, *grads])
+    for other in found[1:]:
+        for i, (a, b) in enumerate(zip(other, found[0], strict=True)):
+            assert_close_norm(a, b, 1e-12, what=f"result {i}")
 
 
 @pytest.mark.parametrize("augment", [None, "flip", "crop"])
@@ -199,17 +229,49 @@ def test_lanes_that_do_not_move_stay() -> None:
 
 
 def test_adam_is_torchs() -> None:
-    p = draw(1, 1500)
-    leaf, betas = p.clone().requires_grad_(), (0.9, 0.999)
-    plain = torch.optim.Adam([leaf], lr=0.1, betas=betas, eps=1e-8)
+    """Two lanes, the second of which has done a step more."""
+    betas, ahead = (0.9, 0.999), (0, 1)
+    table = torch.tensor([[0.1 / (1 - 0.9**t), (1 - 0.999**t) ** -0.5] for t in range(1, 5)]).double()
+    p, done = draw(2, 1500), torch.tensor([[0.0, 7.0], [1.0, 7.0]]).double()[:, :1]
     m, v = torch.zeros_like(p), torch.zeros_like(p)
+    leaves = [p[k].clone().requires_grad_() for k in range(2)]
+    plain = [torch.optim.Adam([leaf], lr=0.1, betas=betas, eps=1e-8) for leaf in leaves]
+    for k in range(2):
+        for _ in range(ahead[k]):  # a step that moves nothing
+            leaves[k].grad = torch.zeros_like(leaves[k])
+            plain[k].step()
     for t in range(1, 4):
-        g = draw(1, 1500, seed=t)
-        leaf.grad = g.clone()
-        plain.step()
-        rate, scale = torch.tensor([0.1 / (1 - 0.9**t)]).double(), torch.tensor([(1 - 0.999**t) ** -0.5]).double()
-        p, m, v = kernels.adam_step(p, g, m, v, rate, scale, betas, 1e-8)
-    assert_close_norm(p, leaf.detach(), 1e-7)  # the rate above is a float32 first
+        g = draw(2, 1500, seed=t)
+        for k in range(2):
+            leaves[k].grad = g[k].clone()
+            plain[k].step()
+        p, m, v, done, total = kernels.adam_step(p, g, m, v, done, table, betas, 1e-8)
+        assert_close_norm(total, (p + m + v).sum(1), 1e-12)
+        assert done.flatten().tolist() == [t, t + 1]
+    for k in range(2):
+        assert_close_norm(p[k], leaves[k].detach(), 1e-7)  # the rate above is a float32 first
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_the_divergence_of_logits(temperature: float) -> None:
+    teacher, student = draw(2, 21, 10) * 4, draw(2, 21, 10, seed=1) * 4
+    teacher[0, 0, 0] = 2000.0  # probabilities of nought
+    found = []
+    for how in (kernels.divergence, lambda s, t, temperature: kl(t, s, temperature, multilabel=False)):
+        leaf = student.clone().requires_grad_()
+        losses = how(leaf, teacher, temperature)
+        found.append((losses.detach(), torch.autograd.grad((losses * draw(2, 21, seed=3)).sum(), leaf)[0]))
+    for a, b in zip(*found, strict=True):
+        assert_close_norm(a, b, 1e-12)
+
+
+def test_what_a_student_sees_at_its_step() -> None:
+    targets, key = draw(3, 700, 10), torch.tensor([2**61 + 5])
+    for step, first in ((0, 0), (4, 0), (1, 7)):
+        number, found, folded = kernels.chunk(torch.tensor([step]), torch.tensor([first]), key, targets)
+        assert number.tolist() == [(step + first) % 3]
+        assert torch.equal(found, targets[number])
+        assert torch.equal(folded, fold(key, step + first))
 
 
 @pytest.mark.parametrize("centre", ["none", "shared", "own"])
@@ -269,3 +331,18 @@ def test_what_lanes_see_at_their_steps() -> None:
     assert torch.equal(found, targets[samples])
     assert torch.equal(folded, fold(keys[lanes], steps))
     assert all(torch.equal(folded[i], fold(keys[k : k + 1], s)[0]) for i, (k, s) in enumerate([(3, 0), (0, 6), (2, 3)]))
+
+
+def test_the_compiler_takes_them(tmp_path: Path) -> None:
+    """For a GPU that need not be here; the interpreter is not as strict. All are compiled by other processes."""
+    script = Path(__file__).with_name("compile_kernels.py")
+    unset = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, script], env={**unset, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    files = Path(kernels.__file__).parent.glob("*.py")
+    started = {name for f in files for name in re.findall(r"launch\(\s*(_\w+)", f.read_text())}
+    compiled_here, *names = done.stdout.split()
+    assert set(names) == started
+    assert compiled_here == "0"

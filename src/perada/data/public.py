@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..lanes import fast_kernels
+from ..lanes import LaneModel, Stem
 from .federation import Federation
 
 
-class Chunks(Sequence[Tensor]):
+class Chunks(Sequence[Any]):
     """Held as bytes, prepared when asked for, as the clients' images are."""
 
     def __init__(self, federation: Federation, images: Tensor, chunks: Tensor, dtype: torch.dtype) -> None:
         self.federation, self.images, self.dtype = federation, images, dtype
         self.chunks = chunks  # int64 [chunks, B]
+        self.stems: Stem | None = None  # of all chunks
 
-        self.stems: Tensor | None = None  # [chunks, B, ...], channels last
-
-    def keep_stems(self, stem: Callable[[Tensor], Tensor], room: int) -> None:
+    def keep_stems(self, model: LaneModel, room: int) -> None:
         """Images that are never augmented give the same behind a frozen first layer: kept, if `room` bytes will do."""
-        first = stem(self[0]).permute(0, 2, 3, 1)
-        if first.numel() * first.element_size() * len(self) > room:
-            return
-        kept = first.new_empty(len(self), *first.shape)
-        for at in range(len(self)):
-            kept[at] = stem(self[at]).permute(0, 2, 3, 1)
-        self.stems = kept
+        first = model.stem(self._prepared(self.chunks[0]))
+        if isinstance(first, Stem) and first.bytes * len(self) <= room:
+            self.stems = Stem.joined([first, *(model.stem(self._prepared(c)) for c in self.chunks[1:])])  # type: ignore[list-item]
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -37,10 +32,11 @@ class Chunks(Sequence[Tensor]):
     def __getitem__(self, at: Any) -> Any:
         return self.at(torch.tensor([at], device=self.chunks.device))
 
-    def at(self, number: Tensor) -> Tensor:
+    def at(self, number: Tensor) -> Tensor | Stem:
         """The chunk of this number, int64 `[1]`, prepared, `[B, 3, H, W]`, or what the first layer makes of it."""
         if self.stems is not None:
-            kernels = fast_kernels(self.stems.device)
-            found = self.stems[number][0] if kernels is None else kernels.taken(self.stems, number)
-            return found.permute(0, 3, 1, 2)
-        return self.federation.plain_views(self.images, self.chunks[number], self.dtype)
+            return self.stems.seen(number)
+        return self._prepared(self.chunks[number])
+
+    def _prepared(self, index: Tensor) -> Tensor:
+        return self.federation.plain_views(self.images, index.view(1, -1), self.dtype)

@@ -4,7 +4,7 @@ Knows nothing of federated learning. See docs/architecture.md.
 """
 
 from .convert import adapt, default_groups
-from .fast import fast_kernels
+from .fast import fast_kernels, get_ready
 from .gradient import Batch, Gradient, Loss, Options
 from .layers import (
     LaneBatchNorm,
@@ -20,6 +20,7 @@ from .model import NOTHING, Group, LaneModel, divide
 from .pool import Pool
 from .random import fold, key_of, rng_of, uniform
 from .state import State, gather, join, mean, merge, mix, on_cpu, part, repeat, scale, scatter, split, stack
+from .stem import Stem
 from .train import Batches, Pull, Result, Update, loop, sgd
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "ResidualAdapter",
     "Result",
     "State",
+    "Stem",
     "Update",
     "adapt",
     "bytes_per_lane",
@@ -50,6 +52,7 @@ __all__ = [
     "fast_kernels",
     "fold",
     "gather",
+    "get_ready",
     "join",
     "key_of",
     "loop",

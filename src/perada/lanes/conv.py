@@ -70,15 +70,17 @@ def lane_conv2d(
 def frozen_conv2d(x: Tensor, layer: nn.Conv2d) -> Tensor:
     """The layer's convolution with its one, frozen, kernel.
 
-    On a GPU some shapes have a better form, with weights rearranged once. On maps of at most 2×2, with
-    matrix units 4×4, a kernel that mostly multiplies padding is a dense product. The stem's 7×7 of three channels,
-    stride 2, is a 4×4 of twelve (blocks of 2×2 pixels), stride 1, which matrix units take to.
+    On a GPU some shapes have a better form, with weights rearranged once. On maps of at most 2×2, with matrix units
+    4×4, a kernel that mostly multiplies padding is a dense product. A 1×1 is a product, too. The stem's 7×7 of three
+    channels, stride 2, is a 4×4 of twelve (blocks of 2×2 pixels), stride 1, which matrix units take to.
     """
     if x.is_cuda and not layer.weight.requires_grad and layer.dilation == (1, 1):
         units = x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)
         if x.shape[2] * x.shape[3] <= (16 if units else 4):
             return dense_conv2d(x, layer)
         shape = layer.kernel_size, layer.padding, layer.stride
+        if shape[:2] == ((1, 1), (0, 0)):
+            return strided_conv1x1(x, layer)
         if shape == ((7, 7), (3, 3), (2, 2)) and x.shape[1] == 3 and not (x.shape[2] | x.shape[3]) & 1:
             return stem_conv2d(x, layer)
     return F.conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation)
@@ -97,6 +99,28 @@ def dense_conv2d(x: Tensor, layer: nn.Conv2d) -> Tensor:
     out = [(x.shape[2 + i] + 2 * int(padding[i]) - kernel[i]) // stride[i] + 1 for i in (0, 1)]
     y = x.permute(0, 2, 3, 1).reshape(x.shape[0], -1) @ matrix
     return y.view(x.shape[0], *out, -1).permute(0, 3, 1, 2)
+
+
+class _EverySo(torch.autograd.Function):
+    """Every so many rows and columns of channels_last maps `[n, H, W, C]`; autograd's own slices would fill twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, down: int, right: int) -> Tensor:
+        ctx.shape, ctx.steps = x.shape, (down, right)
+        return x[:, ::down, ::right].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        dx = g.new_zeros(ctx.shape)
+        dx[:, :: ctx.steps[0], :: ctx.steps[1]] = g
+        return dx, None, None
+
+
+def strided_conv1x1(x: Tensor, layer: nn.Conv2d) -> Tensor:
+    """The pixels that count, and one product: what cuDNN does instead turns channels_last around and back."""
+    matrix = _once(layer, ("1x1",), lambda weight: weight.flatten(1).t().contiguous())
+    taken: Tensor = _EverySo.apply(x.permute(0, 2, 3, 1), *layer.stride)  # type: ignore[no-untyped-call]
+    return (taken.flatten(0, 2) @ matrix).view(*taken.shape[:3], -1).permute(0, 3, 1, 2)
 
 
 def stem_conv2d(x: Tensor, layer: nn.Conv2d) -> Tensor:

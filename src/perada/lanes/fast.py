@@ -30,6 +30,13 @@ def fast_kernels(device: torch.device) -> ModuleType | None:
     return _kernels() if device.type in DEVICES and not _plain else None
 
 
+def get_ready(device: torch.device) -> None:
+    """To be said early: what compiles the kernels on a machine that has not seen them takes seconds to start."""
+    kernels = fast_kernels(device)
+    if kernels is not None and device.type == "cuda":
+        kernels.start(torch.cuda.get_device_capability(device))
+
+
 @contextmanager
 def plain() -> Iterator[None]:
     """Without kernels: for a single pass they would not be worth compiling."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from .layers import Norm
 from .model import Group, LaneModel
 from .state import State, views
+from .stem import Stem
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """logits `[K, B, classes]`, targets `[K, B, ...]` -> loss of each sample `[K, B]`."""
@@ -20,7 +21,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class Batch:
     """One step's data for k lanes, lane-major."""
 
-    images: Tensor  # [k·B, C, H, W]
+    images: Tensor | Stem  # [k·B, C, H, W]
     targets: Tensor  # [k, B] class indices, or [k, B, labels] of zeros and ones
     weights: Tensor | None  # [k, B]; None: all ones, as they are unless samples are drawn at random (Poisson sampling)
     keys: Tensor  # int64 [k], the lanes' random keys of this step

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .conv import frozen_conv2d, lane_conv2d
 from .fast import fast_kernels
 from .random import fold, keep_mask, key_of
+from .stem import Stem
 
 Norm = Literal["train", "batch", "running"]
 """How batch norm normalises: with the batch's statistics and keep running ones (train), with the batch's
@@ -128,7 +129,7 @@ class LaneBatchNorm(nn.Module):
 
     def forward(self, x: Tensor, add: Tensor | None = None, relu: bool = False) -> Tensor:
         """ReLU(norm(x) + add), as far as that is asked for."""
-        kernels = self.kernels(x)
+        kernels = self.kernels(x.shape, x.device)
         if kernels is not None:
             affine = self.weight, self.bias
             return kernels.lane_norm(x, affine, self.statistics(kernels), add=add, relu=relu)  # type: ignore[no-any-return]
@@ -136,11 +137,11 @@ class LaneBatchNorm(nn.Module):
         y = y if add is None else y + add
         return F.relu(y) if relu else y
 
-    def kernels(self, x: Tensor) -> ModuleType | None:
+    def kernels(self, shape: torch.Size, device: torch.device) -> ModuleType | None:
         """The GPU kernels, where there are lanes to work on and, with running statistics, no gradient to take."""
-        if self.running_mean.dim() != 2 or x.dim() != 4 or (self.mode == "running" and torch.is_grad_enabled()):
+        if self.running_mean.dim() != 2 or len(shape) != 4 or (self.mode == "running" and torch.is_grad_enabled()):
             return None
-        return fast_kernels(x.device)
+        return fast_kernels(device)
 
     def statistics(self, kernels: ModuleType) -> Any:
         return kernels.Statistics(self.running_mean, self.running_var, self.mode, self.momentum, self.eps)
@@ -173,13 +174,19 @@ class LaneBatchNorm(nn.Module):
             return F.batch_norm(x, None, None, weight, bias, True, self.momentum, self.eps)
         return F.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)
 
-    def and_pool(self, x: Tensor, pool: nn.Module) -> Tensor:
-        """pool(ReLU(norm(x)))."""
+    def and_pool(self, x: Tensor | Stem, pool: nn.Module) -> Tensor:
+        """pool(ReLU(norm(x))); of a `Stem`, which is pooled."""
+        affine = self.weight, self.bias
+        if isinstance(x, Stem):
+            kernels = self.kernels(x.shape, x.device)
+            if kernels is not None:
+                return kernels.stem_norm(x, affine, self.statistics(kernels))  # type: ignore[no-any-return]
+            return x.normed(affine, (self.running_mean, self.running_var), self.mode, self.momentum, self.eps)
         usual = isinstance(pool, nn.MaxPool2d) and (pool.kernel_size, pool.stride, pool.padding) == (3, 2, 1)
-        kernels = self.kernels(x) if usual and not x.requires_grad else None
+        kernels = self.kernels(x.shape, x.device) if usual and not x.requires_grad else None
         if kernels is None:
             return pool(self(x, relu=True))  # type: ignore[no-any-return]
-        return kernels.norm_and_pool(x, (self.weight, self.bias), self.statistics(kernels))  # type: ignore[no-any-return]
+        return kernels.norm_and_pool(x, affine, self.statistics(kernels))  # type: ignore[no-any-return]
 
 
 class LaneLayerNorm(nn.LayerNorm):
@@ -234,7 +241,7 @@ class ResidualAdapter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         norm, matrix, drop = self.norm, self.conv.weight, self.dropout
-        kernels = norm.kernels(x) if matrix.dim() == 5 else None
+        kernels = norm.kernels(x.shape, x.device) if matrix.dim() == 5 else None
         if kernels is None:
             added: Tensor = self.conv(drop(norm(x)))
             return x + added

@@ -15,6 +15,7 @@ from torch.func import functional_call
 from .fast import fast_kernels
 from .layers import LaneBatchNorm, LaneDropout, Norm
 from .state import State, repeat
+from .stem import Stem
 
 if TYPE_CHECKING:
     from .pool import Pool
@@ -60,8 +61,8 @@ class LaneModel:
         self.pool: Pool | None = None  # where its loops are run together with others
         self._initial: State | None = None
         self._compiled: set[Hashable] = set()  # calls without a gradient whose kernels are there
-        stem = getattr(module, "stem", None)  # the name of a module's first layer, where it says so
-        self._stem = None if f"{stem}.weight" in trained else stem
+        stem = getattr(module, "stem", None)  # the names of a module's first layer and of its pooling, where it says so
+        self._stem = None if not isinstance(stem, tuple) or f"{stem[0]}.weight" in trained else stem
         self._norms = [m for m in module.modules() if isinstance(m, LaneBatchNorm)]
         self._dropouts = [f"{n}.key" for n, m in module.named_modules() if isinstance(m, LaneDropout)]
         self._params = [n for n, _ in module.named_parameters() if n in trained]
@@ -116,16 +117,26 @@ class LaneModel:
         return state.params.keys() >= set(self._params) and state.buffers.keys() >= set(self._buffers)
 
     @torch.no_grad()
-    def stem(self, images: Tensor) -> Tensor:
-        """What the first layer gives, where that is frozen: always the same for the same images, so it may be kept, or
-        shared by lanes. The model takes it in place of the images. Elsewhere, the images."""
+    def stem(self, images: Tensor) -> Tensor | Stem:
+        """What the first layer gives, where that is frozen, for the model to take in place of the images: always the
+        same for the same images, so it may be kept, and lanes share it. Elsewhere, the images."""
         if self._stem is None:
             return images
         images = images if self.compute is None else images.to(self.compute)
-        found: Tensor = self.module.get_submodule(self._stem)(images)
-        return found
+        layer, pool = map(self.module.get_submodule, self._stem)
+        return Stem.of(layer(images), pool)
 
-    def __call__(self, state: State, images: Tensor, norm: Norm = "running", dropout: Tensor | None = None) -> Tensor:
+    def rounded(self, state: State) -> State:
+        """Its parameters as they are computed with: for calling the model with it more than once."""
+        return State({n: t.to(self.compute) for n, t in state.params.items()}, state.buffers)
+
+    def on_all(self, state: State, images: Tensor | Stem, norm: Norm = "running") -> Tensor:
+        """Every lane on the same images `[B, ...]`."""
+        return self(state, images if isinstance(images, Stem) else images.repeat(state.lanes, 1, 1, 1), norm)
+
+    def __call__(
+        self, state: State, images: Tensor | Stem, norm: Norm = "running", dropout: Tensor | None = None
+    ) -> Tensor:
         """images `[K·B, ...]`, lane-major -> logits `[K, B, classes]`.
 
         `dropout` holds the lanes' keys, int64 `[K]`; None turns dropout off. With norm="train" the running
@@ -136,9 +147,11 @@ class LaneModel:
         params = state.params
         if self.compute is not None:
             params = {n: t.to(self.compute) for n, t in params.items()}
-            images = images.to(self.compute)
-        if images.is_cuda:
-            images = images.contiguous(memory_format=torch.channels_last)
+        if isinstance(images, Stem):
+            images = images.by(state.lanes)
+        else:
+            images = images if self.compute is None else images.to(self.compute)
+            images = images.contiguous(memory_format=torch.channels_last) if images.is_cuda else images
         tensors = {**params, **state.buffers}
         if dropout is not None:
             tensors.update(dict.fromkeys(self._dropouts, dropout))

@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..lanes import Group, LaneBatchNorm, default_groups, key_of
+from ..lanes import Group, LaneBatchNorm, Stem, default_groups, key_of
 
 
 def normed(norm: nn.Module, x: Tensor, add: Tensor | None = None) -> Tensor:
@@ -43,7 +44,7 @@ class BasicBlock(nn.Module):
 class ResNet(nn.Module):
     """Stages of basic blocks; every stage but the first halves the resolution."""
 
-    stem = "conv1"  # may be applied beforehand: see LaneModel.stem
+    stem = "conv1", "maxpool"  # may be applied beforehand: see LaneModel.stem
 
     def __init__(self, blocks: tuple[int, ...], widths: tuple[int, ...], classes: int, small_stem: bool) -> None:
         super().__init__()
@@ -61,19 +62,17 @@ class ResNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(inputs, classes)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[1] != self.conv1.out_channels:
-            x = self.conv1(x)
-        stem = self.bn1.and_pool if isinstance(self.bn1, LaneBatchNorm) else self._and_pool
-        x = stem(x, self.maxpool)
+    def forward(self, images: Tensor | Stem) -> Tensor:
+        x: Any = images if isinstance(images, Stem) else self.conv1(images)
+        if isinstance(self.bn1, LaneBatchNorm):
+            x = self.bn1.and_pool(x, self.maxpool)
+        else:
+            x = self.maxpool(normed(self.bn1, x))
         for i in range(self.stages):
             x = self.get_submodule(f"layer{i + 1}")(x)
         if x.shape[2:] != (1, 1):
             x = self.avgpool(x)
         return self.fc(x.flatten(1))  # type: ignore[no-any-return]
-
-    def _and_pool(self, x: Tensor, pool: nn.Module) -> Tensor:
-        return pool(normed(self.bn1, x))  # type: ignore[no-any-return]
 
 
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {

@@ -3,19 +3,23 @@
 Every function has a plain counterpart in torch, which runs everywhere else and which the tests compare with.
 """
 
+from .elsewhere import start
 from .flat import adam_step, keep, settle, sgd_step
-from .images import picked, taken, views
+from .images import chunk, picked, views
 from .launch import compiling
-from .loss import cross_entropy
-from .norm import Drop, Statistics, lane_adapter, lane_norm
-from .stem import norm_and_pool
+from .loss import cross_entropy, divergence
+from .norm import Drop, lane_adapter, lane_norm
+from .stem import norm_and_pool, stem_norm
+from .tiles import Statistics
 
 __all__ = [
     "Drop",
     "Statistics",
     "adam_step",
+    "chunk",
     "compiling",
     "cross_entropy",
+    "divergence",
     "keep",
     "lane_adapter",
     "lane_norm",
@@ -23,6 +27,7 @@ __all__ = [
     "picked",
     "settle",
     "sgd_step",
-    "taken",
+    "start",
+    "stem_norm",
     "views",
 ]

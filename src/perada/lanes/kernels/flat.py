@@ -24,8 +24,10 @@ def _sgd(
     p = tl.load(p_ptr + k * size + i, mask=mask, other=0.0)
     g = tl.load(g_ptr + k * size + i, mask=mask, other=0.0).to(p_ptr.dtype.element_ty)
     if PULL:
-        towards = p - tl.load(centre_ptr + k * centre_stride + i, mask=mask, other=0.0)
-        g += tl.load(pull_ptr + k * pull_stride) * towards * tl.load(pulled_ptr + i, mask=mask, other=0.0)
+        pull = tl.load(pull_ptr + k * pull_stride)
+        if pull != 0:
+            towards = p - tl.load(centre_ptr + k * centre_stride + i, mask=mask, other=0.0)
+            g += pull * towards * tl.load(pulled_ptr + i, mask=mask, other=0.0)
     new = p - tl.load(rate_ptr + k * rate_stride) * g
     tl.store(out_ptr + k * size + i, new, mask=mask)
     tl.atomic_add(total_ptr + k, tl.sum(tl.where(mask, new, 0.0), 0))
@@ -47,33 +49,41 @@ def sgd_step(p: Tensor, g: Tensor, rates: Tensor, pull: tuple[Tensor, Tensor, Te
 
 @triton.jit
 def _adam(
-    p_ptr, g_ptr, m_ptr, v_ptr, p_out, m_out, v_out, rate_ptr, scale_ptr, size,
-    ONE: tl.constexpr, TWO: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
+    p_ptr, g_ptr, m_ptr, v_ptr, done_ptr, table_ptr, p_out, m_out, v_out, done_out, total_ptr, size, steps,
+    done_stride, ONE: tl.constexpr, TWO: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask, at = i < size, k * size + i
+    done = tl.load(done_ptr + k * done_stride)
+    row = table_ptr + 2 * tl.minimum(done.to(tl.int32), steps - 1)
     p = tl.load(p_ptr + at, mask=mask, other=0.0)
     m, v = tl.load(m_ptr + at, mask=mask, other=0.0), tl.load(v_ptr + at, mask=mask, other=0.0)
     g = tl.load(g_ptr + at, mask=mask, other=0.0).to(p_ptr.dtype.element_ty)
     m += (1 - ONE) * (g - m)
     v += (1 - TWO) * (g * g - v)
-    step = tl.load(rate_ptr + k) * m / (tl.sqrt(v) * tl.load(scale_ptr + k) + EPS)
-    tl.store(p_out + at, p - step, mask=mask)
+    p -= tl.load(row) * m / (tl.sqrt(v) * tl.load(row + 1) + EPS)
+    tl.store(p_out + at, p, mask=mask)
     tl.store(m_out + at, m, mask=mask)
     tl.store(v_out + at, v, mask=mask)
+    tl.atomic_add(total_ptr + k, tl.sum(tl.where(mask, p + m + v, 0.0), 0))
+    if tl.program_id(1) == 0:
+        tl.store(done_out + k, done + 1)
 
 
 def adam_step(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, rate: Tensor, scale: Tensor, betas: tuple[float, float], eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The new p, m and v, `[K, n]`: p − rate · m / (√v · scale + ε). rate and scale `[K]` hold the bias corrections."""
-    out = torch.empty_like(p), torch.empty_like(p), torch.empty_like(p)
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, done: Tensor, table: Tensor, betas: tuple[float, float], eps: float
+) -> tuple[Tensor, ...]:
+    """The new p, m and v, `[K, n]`: p − rate · m / (√v · scale + ε), and how many steps are done, `[K, 1]`; and sums of
+    p, m and v, `[K]`. table `[steps, 2]` holds a step's rate and scale, which have the bias corrections in them."""
+    out = torch.empty_like(p), torch.empty_like(p), torch.empty_like(p), done.new_empty(done.shape)
+    total = torch.zeros(p.shape[0], dtype=p.dtype, device=p.device)
     launch(
         _adam, (p.shape[0], triton.cdiv(p.shape[1], _BLOCK)),
-        p, g, m, v, *out, rate, scale, p.shape[1], ONE=betas[0], TWO=betas[1], EPS=eps, BLOCK=_BLOCK,
+        p, g, m, v, done, table, *out, total, p.shape[1], len(table), done.stride(0),
+        ONE=betas[0], TWO=betas[1], EPS=eps, BLOCK=_BLOCK,
     )  # fmt: skip
-    return out
+    return *out, total
 
 
 @triton.jit

@@ -104,14 +104,24 @@ def picked(
 
 
 @triton.jit
-def _taken(table_ptr, number_ptr, out_ptr, size, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(table_ptr + tl.load(number_ptr) * size + i, mask=i < size)
-    tl.store(out_ptr + i, value, mask=i < size)
+def _chunk(
+    step_ptr, first_ptr, key_ptr, target_ptr, number_out, key_out, target_out, chunks, size, BLOCK: tl.constexpr
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(step_ptr) + tl.load(first_ptr)
+    number = at % chunks
+    tl.store(target_out + i, tl.load(target_ptr + number * size + i, mask=i < size, other=0.0), mask=i < size)
+    if tl.program_id(0) == 0:
+        tl.store(number_out, number)
+        tl.store(key_out, mixed(tl.load(key_ptr) + (at + 1) * -7046029254386353131))
 
 
-def taken(table: Tensor, number: Tensor) -> Tensor:
-    """`table[number]` for an int64 `[1]`, a contiguous table."""
-    made, block = torch.empty_like(table[0]), 4096
-    launch(_taken, (triton.cdiv(made.numel(), block),), table, number, made, made.numel(), BLOCK=block, num_warps=8)
-    return made
+def chunk(step: Tensor, first: Tensor, key: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The number of the chunk seen at a step (all int64 `[1]`), the targets `[1, ...]` there, and the step's key."""
+    make = torch.zeros_like if only_compiling() else torch.empty_like
+    found, number, folded = torch.empty_like(targets[:1]), make(step), torch.empty_like(key)
+    launch(
+        _chunk, (triton.cdiv(found.numel(), 1024),), step, first, key, targets, number, folded, found,
+        len(targets), found.numel(), BLOCK=1024,
+    )  # fmt: skip
+    return number, found, folded

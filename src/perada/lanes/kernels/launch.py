@@ -6,12 +6,16 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
 
+from .elsewhere import asking
+
 INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # then there is nothing to compile
 
+_lock = Lock()
 _compiling: tuple[ThreadPoolExecutor, list[Future[Any]]] | None = None
 
 
@@ -24,6 +28,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
 
 def _compile(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
     torch.cuda.set_device(next(a.device for a in args if isinstance(a, torch.Tensor)))  # of this thread
+    with _lock:
+        asking(kernel, torch.cuda.current_device())
     getattr(kernel.warmup(*args, grid=grid, **meta), "run", None)  # its launcher is made when it is asked for
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy with its gradient, taken on the way."""
+"""Losses with their gradients, taken on the way."""
 
 from __future__ import annotations
 
@@ -53,4 +53,56 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """logits `[..., classes]`, targets int64 `[...]` -> the loss of each."""
     found: Tensor = _CrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
+    return found
+
+
+@triton.jit
+def _softmax(ptr, at, mask, inside, TEMPERATURE: tl.constexpr):
+    """Softmax and its logarithm of rows, which are logits; of rows that are none, of zeros."""
+    x = tl.where(inside, tl.load(ptr + at, mask=mask, other=-1e30), 0.0) / TEMPERATURE
+    x -= tl.max(x, 1)[:, None]
+    e = tl.exp(x)
+    total = tl.sum(e, 1)[:, None]
+    return e / total, x - tl.log(total)
+
+
+@triton.jit
+def _divergence(
+    student_ptr, teacher_ptr, loss_ptr, grad_ptr, rows, classes, TEMPERATURE: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr,
+):  # fmt: skip
+    r, c = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BC)
+    inside = (r < rows)[:, None]
+    mask, at = inside & (c < classes)[None, :], r[:, None] * classes + c[None, :]
+    p, log_p = _softmax(teacher_ptr, at, mask, inside, TEMPERATURE)
+    q, log_q = _softmax(student_ptr, at, mask, inside, TEMPERATURE)
+    tl.store(loss_ptr + r, tl.sum(p * (log_p - log_q), 1) * TEMPERATURE * TEMPERATURE, mask=r < rows)
+    tl.store(grad_ptr + at, (q - p) * TEMPERATURE, mask=mask)
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:  # type: ignore[override]
+        student, teacher, classes = student.contiguous(), teacher.contiguous().to(student.dtype), student.shape[-1]
+        losses, grad = (
+            torch.empty(student.shape[:-1], dtype=student.dtype, device=student.device),
+            torch.empty_like(student),
+        )
+        launch(
+            _divergence, (triton.cdiv(losses.numel(), _ROWS),), student, teacher, losses, grad, losses.numel(), classes,
+            TEMPERATURE=temperature, BR=_ROWS, BC=triton.next_power_of_2(classes),
+        )  # fmt: skip
+        ctx.save_for_backward(grad)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (grad,) = ctx.saved_tensors
+        return grad * g.unsqueeze(-1), None, None
+
+
+def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """KL(teacher ‖ student) of logits `[..., classes]`, times T²."""
+    found: Tensor = _Divergence.apply(student, teacher, temperature)  # type: ignore[no-untyped-call]
     return found

@@ -15,21 +15,36 @@ from torch.autograd.function import once_differentiable
 
 from ..random import dropout_threshold, folding
 from .launch import launch
-from .tiles import kept, lane_values, mixed, reduced, statistics, take_sums, tiles, wide
+from .tiles import (
+    MOST,
+    UNROLL,
+    Statistics,
+    Tiles,
+    kept,
+    lane_values,
+    last,
+    mixed,
+    reduced,
+    statistics,
+    take_statistics,
+    tickets,
+    tiles,
+    wide,
+)  # fmt: skip
 
 
 @triton.jit
 def _forward(
     x_ptr, add_ptr, y_ptr, copy_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr,
-    part_ptr, old_ptr, key_ptr, rows, channels, pixels, stride, running_stride, salt, threshold,
+    key_ptr, rows, channels, pixels, stride, running_stride, salt, threshold,
     SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, MOMENTUM: tl.constexpr,
     EPS: tl.constexpr, KEEP: tl.constexpr, RUNNING: tl.constexpr, COPY: tl.constexpr, ACC: tl.constexpr,
-    PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    WHOLE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """y = norm(x), then dropout, or plus a residual, or ReLU. The statistics are the running ones, or of the rows
-    this program has (PARTS = 1), or from the parts' sums. A copy of x is made on the way where one is wanted."""
-    k, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    r, c = tile * BR + tl.arange(0, BR), tl.program_id(2) * BC + tl.arange(0, BC)
+    """y = norm(x), then dropout, or plus a residual, or ReLU. The statistics are the running ones, or of the rows,
+    which this program has all (WHOLE) or which `_sums` has seen. A copy of x is made where one is wanted."""
+    k = tl.program_id(0).to(tl.int64)
+    r, c = tl.program_id(1) * BR + tl.arange(0, BR), tl.program_id(2) * BC + tl.arange(0, BC)
     inside = c < channels
     mask = (r < rows)[:, None] & inside[None, :]
     lane, at = k * rows * channels, r[:, None] * channels + c[None, :]  # within a lane 32 bits do, and are cheaper
@@ -40,18 +55,15 @@ def _forward(
     if RUNNING:
         mean, var = lane_values(running_mean_ptr, running_var_ptr, k, c, inside, running_stride, ACC)
         rstd = 1.0 / tl.sqrt(var + EPS)
-    else:
-        if PARTS == 1:
-            shift = tl.load(running_mean_ptr + k * running_stride + c, mask=inside, other=0.0).to(ACC)
-            centred = tl.where(mask, x - shift[None, :], 0.0)
-            first, second = tl.sum(centred, 0), tl.sum(centred * centred, 0)
-        else:
-            shift = tl.load(old_ptr + k * channels + c, mask=inside, other=0.0)
-            first, second = reduced(part_ptr, k, c, inside, channels, PARTS)
+    elif WHOLE:
+        shift = tl.load(running_mean_ptr + k * running_stride + c, mask=inside, other=0.0).to(ACC)
+        centred = tl.where(mask, x - shift[None, :], 0.0)
         mean, rstd = statistics(
-            first, second, shift, k, c, c < tl.where(tile == 0, channels, 0), rows, channels, running_stride,
+            tl.sum(centred, 0), tl.sum(centred * centred, 0), shift, k, c, inside, rows, channels, running_stride,
             mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, MOMENTUM, EPS, KEEP, ACC, BC,
         )  # fmt: skip
+    else:
+        mean, rstd = lane_values(mean_ptr, rstd_ptr, k, c, inside, channels, ACC)
     y = (x - mean[None, :]) * (rstd * weight)[None, :] + bias[None, :]
     if DROP:
         y = tl.where(kept(mixed(tl.load(key_ptr + k) + salt), r, c, channels, pixels, threshold), y * SCALE, 0.0)
@@ -81,41 +93,56 @@ def _gradient(
 
 @triton.jit
 def _backward_sums(
-    x_ptr, g_ptr, y_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, key_ptr, part_ptr, rows, channels, pixels, stride,
-    chunk, salt, threshold,
+    x_ptr, g_ptr, y_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, key_ptr, part_ptr, sums_ptr, dweight_ptr, dbias_ptr,
+    ticket_ptr, rows, channels, pixels, stride, dweight_stride, dbias_stride, parts, chunk, loops,
+    salt, threshold,
     SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, ACC: tl.constexpr,
-    LOOPS: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    UNROLL: tl.constexpr, MOST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Σg and Σ g·x̂ of a part of the rows."""
-    k, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    """Σg and Σ g·x̂ of a part of the rows; the last of the parts has them of all, which are the affine's gradients."""
+    k, column, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    c = column * BC + tl.arange(0, BC)
     inside = c < channels
     mean, rstd = lane_values(mean_ptr, rstd_ptr, k, c, inside, channels, ACC)
     weight, bias = lane_values(weight_ptr, bias_ptr, k, c, inside, stride, ACC)
-    first, second = tl.zeros([BC], ACC), tl.zeros([BC], ACC)
+    end = tl.minimum(part * chunk + chunk, rows)
+    first, second = tl.zeros([BR, BC], ACC), tl.zeros([BR, BC], ACC)
     lane = k * rows * channels
-    for i in range(LOOPS):
+    for i in tl.range(0, loops, loop_unroll_factor=UNROLL):
         r = part * chunk + i * BR + tl.arange(0, BR)
-        mask = ((r < rows) & (r < part * chunk + chunk))[:, None] & inside[None, :]
+        mask = (r < end)[:, None] & inside[None, :]
         at = r[:, None] * channels + c[None, :]
         x = (tl.load(x_ptr + lane + at, mask=mask, other=0.0).to(ACC) - mean[None, :]) * rstd[None, :]
         g = _gradient(
             x, g_ptr + lane, y_ptr + lane, weight, bias, key_ptr, at, mask, k, r, c, channels, pixels, salt, threshold,
             SCALE, RELU, ADD, DROP, ACC,
         )  # fmt: skip
-        first += tl.sum(tl.where(mask, g, 0.0), 0)
-        second += tl.sum(tl.where(mask, g * x, 0.0), 0)
-    at = part_ptr + (k * PARTS + part) * 2 * channels + c
+        first += g  # zero outside
+        second += g * x
+    first, second = tl.sum(first, 0), tl.sum(second, 0)
+    at = part_ptr + (k * parts + part) * 2 * channels + c
     tl.store(at, first, mask=inside)
     tl.store(at + channels, second, mask=inside)
+    if last(ticket_ptr + k * tl.num_programs(1) + column, parts):
+        first, second = reduced(part_ptr, k, c, inside, channels, parts, MOST)
+        tl.store(sums_ptr + 2 * k * channels + c, first, mask=inside)
+        tl.store(sums_ptr + (2 * k + 1) * channels + c, second, mask=inside)
+        affine_grads(first, second, k, c, inside, dweight_ptr, dbias_ptr, dweight_stride, dbias_stride)
+
+
+@triton.jit
+def affine_grads(first, second, k, c, inside, dweight_ptr, dbias_ptr, dweight_stride, dbias_stride):
+    """Σg is the bias's gradient, Σ g·x̂ the weight's."""
+    tl.store(dbias_ptr + k * dbias_stride + c, first.to(dbias_ptr.dtype.element_ty), mask=inside)
+    tl.store(dweight_ptr + k * dweight_stride + c, second.to(dweight_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward(
-    x_ptr, g_ptr, y_ptr, extra_ptr, dx_ptr, add_grad_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, part_ptr, key_ptr,
+    x_ptr, g_ptr, y_ptr, extra_ptr, dx_ptr, add_grad_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, sums_ptr, key_ptr,
     dweight_ptr, dbias_ptr, rows, channels, pixels, stride, dweight_stride, dbias_stride, salt, threshold,
     SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, EXTRA: tl.constexpr,
-    ACC: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    ACC: tl.constexpr, WHOLE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """dx = w/σ (g − mean(g) − x̂ mean(g·x̂)) (+ extra); the residual's gradient; those of the affine `[K, C]`."""
     k = tl.program_id(0).to(tl.int64)
@@ -131,14 +158,12 @@ def _backward(
         centred, g_ptr + lane, y_ptr + lane, weight, bias, key_ptr, at, mask, k, r, c, channels, pixels, salt,
         threshold, SCALE, RELU, ADD, DROP, ACC,
     )  # fmt: skip
-    if PARTS == 1:
+    if WHOLE:
         first = tl.sum(tl.where(mask, g, 0.0), 0)
         second = tl.sum(tl.where(mask, g * centred, 0.0), 0)
+        affine_grads(first, second, k, c, inside, dweight_ptr, dbias_ptr, dweight_stride, dbias_stride)
     else:
-        first, second = reduced(part_ptr, k, c, inside, channels, PARTS)
-    write = c < tl.where(tl.program_id(1) == 0, channels, 0)
-    tl.store(dbias_ptr + k * dbias_stride + c, first.to(dbias_ptr.dtype.element_ty), mask=write)
-    tl.store(dweight_ptr + k * dweight_stride + c, second.to(dweight_ptr.dtype.element_ty), mask=write)
+        first, second = lane_values(sums_ptr, sums_ptr + channels, k, c, inside, 2 * channels, ACC)
     if ADD:
         tl.store(add_grad_ptr + lane + at, g.to(add_grad_ptr.dtype.element_ty), mask=mask)
     dx = (weight * rstd)[None, :] * (g - (first / rows)[None, :] - centred * (second / rows)[None, :])
@@ -155,17 +180,9 @@ class Drop(NamedTuple):
     p: float
 
 
-class Statistics(NamedTuple):
-    """A norm's running statistics `[K, C]`, and what is done with them: `how` is a `layers.Norm`."""
+class How(NamedTuple):
+    """What stands around a norm, and where gradients go."""
 
-    mean: Tensor
-    var: Tensor
-    how: str
-    momentum: float
-    eps: float
-
-
-class _How(NamedTuple):
     running: Statistics
     relu: bool = False
     drop: Drop | None = None
@@ -183,8 +200,13 @@ def stride_of(weight: Tensor) -> int:
     return weight.stride(0) if weight.dim() == 2 else 0
 
 
+def grads_of(moment: Tensor, dtype: torch.dtype, slots: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """Where gradients `[K, C]` are written: the slots, and room for those that have none."""
+    return tuple(torch.empty_like(moment, dtype=dtype) if s is None else s for s in slots)
+
+
 def _normed(
-    x: Tensor, weight: Tensor, bias: Tensor, how: _How, add: Tensor | None = None, copy: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor, how: How, add: Tensor | None = None, copy: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and 1/σ. x is channels_last; so is `copy`, into which x is copied."""
     running = how.running
@@ -193,19 +215,45 @@ def _normed(
     mean = torch.empty(cut.lanes, cut.channels, dtype=dtype, device=x.device)
     rstd, y = torch.empty_like(mean), torch.empty_like(x)
     keys, salt, threshold, scale = _dropout(how.drop, x)
-    part, old = mean, mean
     if cut.parts > 1 and running.how != "running":
-        part, old = take_sums(x, running.mean, cut)
+        take_statistics(x, mean, rstd, running, cut)
+    cut = cut.spread(64)
     launch(
         _forward, cut.grid,
         x, x if add is None else add, y, x if copy is None else copy,
-        weight, bias, mean, rstd, running.mean, running.var, part, old, keys,
+        weight, bias, mean, rstd, running.mean, running.var, keys,
         cut.rows, cut.channels, cut.pixels, stride_of(weight), running.mean.stride(0), salt, threshold,
         SCALE=scale, RELU=how.relu, ADD=add is not None, DROP=how.drop is not None, MOMENTUM=running.momentum,
-        EPS=running.eps, KEEP=running.how == "train", RUNNING=running.how == "running", COPY=copy is not None,
-        ACC=acc, PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
+        EPS=running.eps, KEEP=running.how == "train" and cut.parts == 1, RUNNING=running.how == "running",
+        COPY=copy is not None, ACC=acc, WHOLE=cut.parts == 1, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
     )  # fmt: skip
     return y, mean, rstd
+
+
+def affine_sums(
+    g: Tensor,
+    x: Tensor,
+    y: Tensor,
+    affine: tuple[Tensor, Tensor],
+    moments: tuple[Tensor, Tensor],
+    how: How,
+    grads: tuple[Tensor, ...],
+    cut: Tiles,
+    add: bool = False,
+) -> Tensor:
+    """Writes the gradients of weight and bias. Returns Σg and Σ g·x̂, `[K, 2, C]`, which they are, unrounded."""
+    acc, dtype = wide(x)
+    part = torch.empty(cut.lanes, cut.parts, 2, cut.channels, dtype=dtype, device=x.device)
+    sums = torch.empty(cut.lanes, 2, cut.channels, dtype=dtype, device=x.device)
+    keys, salt, threshold, scale = _dropout(how.drop, x)
+    launch(
+        _backward_sums, (cut.lanes, cut.columns, cut.parts),
+        x, g, y, *affine, *moments, keys, part, sums, *grads, tickets(x.device),
+        cut.rows, cut.channels, cut.pixels, stride_of(affine[0]), grads[0].stride(0), grads[1].stride(0), cut.parts,
+        cut.chunk, cut.loops, salt, threshold, SCALE=scale, RELU=how.relu, ADD=add, DROP=how.drop is not None, ACC=acc,
+        UNROLL=UNROLL, MOST=MOST, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
+    )  # fmt: skip
+    return sums
 
 
 def _gradients(
@@ -214,39 +262,27 @@ def _gradients(
     y: Tensor,
     affine: tuple[Tensor, Tensor],
     moments: tuple[Tensor, Tensor],
-    how: _How,
+    how: How,
     add: bool = False,
     extra: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """dx, the residual's gradient and the gradients of weight and bias, `[K, C]` each."""
     (mean, rstd), (weight, bias) = moments, affine
     cut = tiles(x, mean.shape[0])
-    acc, dtype = wide(x)
-    found = [
-        torch.empty(cut.lanes, cut.channels, dtype=weight.dtype, device=x.device) if s is None else s
-        for s in how.slots[:2]
-    ]
+    found = grads_of(mean, weight.dtype, how.slots[:2])
+    sums = mean if cut.parts == 1 else affine_sums(g, x, y, affine, moments, how, found, cut, add)
     dx, residual = torch.empty_like(x), torch.empty_like(x) if add else None
     keys, salt, threshold, scale = _dropout(how.drop, x)
-    drops, part = how.drop is not None, mean
-    if cut.parts > 1:
-        part = torch.empty(cut.lanes, cut.parts, 2, cut.channels, dtype=dtype, device=x.device)
-        launch(
-            _backward_sums, (cut.lanes, cut.columns, cut.parts),
-            x, g, y, weight, bias, mean, rstd, keys, part, cut.rows, cut.channels, cut.pixels, stride_of(weight),
-            cut.chunk, salt, threshold, SCALE=scale, RELU=how.relu, ADD=add, DROP=drops, ACC=acc,
-            LOOPS=cut.loops, PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1], num_warps=8,
-        )  # fmt: skip
-    cut = cut.halved
+    cut = cut.spread(32)
     launch(
         _backward, cut.grid,
         x, g, y, g if extra is None else extra, dx, dx if residual is None else residual,
-        weight, bias, mean, rstd, part, keys, *found,
+        weight, bias, mean, rstd, sums, keys, *found,
         cut.rows, cut.channels, cut.pixels, stride_of(weight), found[0].stride(0), found[1].stride(0), salt, threshold,
-        SCALE=scale, RELU=how.relu, ADD=add, DROP=drops, EXTRA=extra is not None, ACC=acc,
-        PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
+        SCALE=scale, RELU=how.relu, ADD=add, DROP=how.drop is not None, EXTRA=extra is not None, ACC=wide(x)[0],
+        WHOLE=cut.parts == 1, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
     )  # fmt: skip
-    return dx, residual, (found[0], found[1])
+    return dx, residual, found
 
 
 def unslotted(grads: tuple[Tensor, ...], slots: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> list[Any]:
@@ -257,7 +293,7 @@ def unslotted(grads: tuple[Tensor, ...], slots: tuple[Tensor | None, ...], wante
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, how: _How
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, how: How
     ) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
         add = None if add is None else add.contiguous(memory_format=torch.channels_last)
@@ -280,7 +316,7 @@ class _Adapter(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor, how: _How
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor, how: How
     ) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
         y = torch.empty_like(x)  # a copy of x, to which the product is added: baddbmm would make one itself
@@ -316,7 +352,7 @@ def lane_norm(
     x: Tensor, affine: tuple[Tensor, Tensor], running: Statistics, *, add: Tensor | None = None, relu: bool = False
 ) -> Tensor:
     """ReLU(norm(x) + add). With the running statistics there is no backward pass."""
-    how = _How(running, relu, slots=(*map(slot_of, affine), None))
+    how = How(running, relu, slots=(*map(slot_of, affine), None))
     made: Tensor = _Norm.apply(x, *affine, add, how)  # type: ignore[no-untyped-call]
     return made
 
@@ -327,7 +363,7 @@ def lane_adapter(
     """`x + dropout(norm(x)) Wᵀ`, matrix `[K, C, C, 1, 1]`."""
     slot = slot_of(matrix)
     slots = (*map(slot_of, affine), None if slot is None else slot.flatten(2))
-    how = _How(running, drop=drop, slots=slots)
+    how = How(running, drop=drop, slots=slots)
     made: Tensor = _Adapter.apply(x, *affine, matrix.flatten(2), how)  # type: ignore[no-untyped-call]
     return made
 

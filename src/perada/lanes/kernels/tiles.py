@@ -1,8 +1,5 @@
 """What the kernels of a batch norm share: sums over a lane's rows, statistics from them, draws.
 
-A mask for one program of several compares with a limit that is 0 for the others: Triton 3.9's interpreter does not
-take a block of booleans and a single one together.
-
 Activations are `[K·B, C, H, W]` in channels_last, so lane k's values are the rows k·R .. (k+1)·R of `[K·R, C]`, where
 R = B·H·W.
 """
@@ -20,12 +17,24 @@ from .launch import launch
 
 
 @triton.jit
-def reduced(part_ptr, k, c, inside, channels, PARTS: tl.constexpr):
-    """The sums of lane k's channels, of which there are PARTS parts: `[K, PARTS, 2, C]`."""
-    parts = (k * PARTS + tl.arange(0, PARTS))[:, None] * 2 * channels + c[None, :]
-    first = tl.sum(tl.load(part_ptr + parts, mask=inside[None, :], other=0.0), 0)
-    second = tl.sum(tl.load(part_ptr + parts + channels, mask=inside[None, :], other=0.0), 0)
-    return first, second
+def last(ticket_ptr, parts):
+    """Whether this is the last of so many programs to get here: then it sees what the others have stored. The ticket,
+    which began at zero, is zero again."""
+    tl.debug_barrier()  # what this program's threads have stored comes before its ticket
+    found = tl.atomic_add(ticket_ptr, 1) == parts - 1
+    if found:
+        tl.store(ticket_ptr, 0)
+    return found
+
+
+@triton.jit
+def reduced(part_ptr, k, c, inside, channels, parts, MOST: tl.constexpr):
+    """The sums of lane k's channels, of which there are so many parts: `[K, parts, 2, C]`."""
+    part = tl.arange(0, MOST)
+    at = (k * parts + part)[:, None] * 2 * channels + c[None, :]
+    mask = (part < parts)[:, None] & inside[None, :]
+    first = tl.sum(tl.load(part_ptr + at, mask=mask, other=0.0), 0)
+    return first, tl.sum(tl.load(part_ptr + at + channels, mask=mask, other=0.0), 0)
 
 
 @triton.jit
@@ -37,51 +46,59 @@ def lane_values(first_ptr, second_ptr, k, c, inside, stride, ACC: tl.constexpr):
 
 @triton.jit
 def statistics(
-    first, second, shift, k, c, mask, rows, channels, stride, mean_ptr, rstd_ptr, running_mean_ptr,
+    first, second, shift, k, c, inside, rows, channels, stride, mean_ptr, rstd_ptr, running_mean_ptr,
     running_var_ptr, MOMENTUM: tl.constexpr, EPS: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """Σ(x − shift) and Σ(x − shift)² -> mean and 1/σ. Where `mask` says (one program of a lane and channel) they are
-    handed to the backward pass, and the running statistics brought up to date."""
+    """Σ(x − shift) and Σ(x − shift)² -> mean and 1/σ, which are stored, too; the running statistics are brought up to
+    date."""
     count = tl.zeros([BC], ACC) + rows
     moved = first / count
     var = tl.maximum(second / count - moved * moved, 0.0)
     mean, rstd = shift + moved, 1.0 / tl.sqrt(var + EPS)
-    tl.store(mean_ptr + k * channels + c, mean, mask=mask)
-    tl.store(rstd_ptr + k * channels + c, rstd, mask=mask)
+    tl.store(mean_ptr + k * channels + c, mean, mask=inside)
+    tl.store(rstd_ptr + k * channels + c, rstd, mask=inside)
     if KEEP:
-        middle = tl.load(running_mean_ptr + k * stride + c, mask=mask, other=0.0).to(ACC)
-        spread = tl.load(running_var_ptr + k * stride + c, mask=mask, other=0.0).to(ACC)
-        tl.store(running_mean_ptr + k * stride + c, middle + MOMENTUM * (mean - middle), mask=mask)
+        middle = tl.load(running_mean_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
+        spread = tl.load(running_var_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
+        tl.store(running_mean_ptr + k * stride + c, middle + MOMENTUM * (mean - middle), mask=inside)
         spread += MOMENTUM * (var * (count / (count - 1)) - spread)
-        tl.store(running_var_ptr + k * stride + c, spread, mask=mask)
+        tl.store(running_var_ptr + k * stride + c, spread, mask=inside)
     return mean, rstd
 
 
 @triton.jit
-def sums(
-    x_ptr, shift_ptr, part_ptr, old_ptr, rows, channels, chunk, stride,
-    ACC: tl.constexpr, LOOPS: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+def _sums(
+    x_ptr, part_ptr, mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, ticket_ptr, rows, channels, parts,
+    chunk, loops, stride, MOMENTUM: tl.constexpr, EPS: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr,
+    UNROLL: tl.constexpr, MOST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Σ(x − shift) and Σ(x − shift)² of a part of the rows, the shift being the running mean (it keeps the squares
-    small); a copy of it, as whoever reads the sums may write the running mean at the same time."""
-    k, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    small). The last of the parts makes the statistics of all."""
+    k, column, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    c = column * BC + tl.arange(0, BC)
     inside = c < channels
-    shift = tl.load(shift_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
-    first, second = tl.zeros([BC], ACC), tl.zeros([BC], ACC)
+    end = tl.minimum(part * chunk + chunk, rows)
+    shift = tl.load(running_mean_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
+    first, second = tl.zeros([BR, BC], ACC), tl.zeros([BR, BC], ACC)
     x_ptr += k * rows * channels  # within a lane 32 bits do, and they are cheaper
-    for i in range(LOOPS):
+    for i in tl.range(0, loops, loop_unroll_factor=UNROLL):
         r = part * chunk + i * BR + tl.arange(0, BR)
-        mask = ((r < rows) & (r < part * chunk + chunk))[:, None] & inside[None, :]
+        mask = (r < end)[:, None] & inside[None, :]
         at = r[:, None] * channels + c[None, :]
         x = tl.where(mask, tl.load(x_ptr + at, mask=mask, other=0.0).to(ACC) - shift[None, :], 0.0)
-        first += tl.sum(x, 0)
-        second += tl.sum(x * x, 0)
-    at = part_ptr + (k * PARTS + part) * 2 * channels + c
+        first += x
+        second += x * x
+    first, second = tl.sum(first, 0), tl.sum(second, 0)
+    at = part_ptr + (k * parts + part) * 2 * channels + c
     tl.store(at, first, mask=inside)
     tl.store(at + channels, second, mask=inside)
-    tl.store(old_ptr + k * channels + c, shift, mask=c < tl.where(part == 0, channels, 0))
+    if last(ticket_ptr + k * tl.num_programs(1) + column, parts):
+        first, second = reduced(part_ptr, k, c, inside, channels, parts, MOST)
+        statistics(
+            first, second, shift, k, c, inside, rows, channels, stride, mean_ptr, rstd_ptr, running_mean_ptr,
+            running_var_ptr, MOMENTUM, EPS, KEEP, ACC, BC,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -110,6 +127,16 @@ def kept(key, r, c, channels, pixels, threshold):
     return drawn(key, place).to(tl.int32, bitcast=True) >= threshold
 
 
+class Statistics(NamedTuple):
+    """A norm's running statistics `[K, C]`, and what is done with them: `how` is a `layers.Norm`."""
+
+    mean: Tensor
+    var: Tensor
+    how: str
+    momentum: float
+    eps: float
+
+
 class Tiles(NamedTuple):
     """How the work of one norm is cut into blocks; the numbers are the fastest of many on an H200."""
 
@@ -119,6 +146,7 @@ class Tiles(NamedTuple):
     pixels: int
     parts: int  # 1: a program has all rows of its channels, so a norm is one kernel
     block: tuple[int, int]  # rows, channels
+    warps: int = 4
 
     @property
     def columns(self) -> int:
@@ -136,30 +164,29 @@ class Tiles(NamedTuple):
     def loops(self) -> int:
         return int(triton.cdiv(self.chunk, self.block[0]))
 
-    @property
-    def warps(self) -> int:
-        return max(4, min(8, self.block[0] * self.block[1] // 1024)) if self.parts == 1 else 4
-
-    @property
-    def halved(self) -> Tiles:
-        """For the kernel that holds the most."""
-        return self if self.parts == 1 else self._replace(block=(self.block[0] // 2, self.block[1]))
+    def spread(self, rows: int) -> Tiles:
+        """For a kernel that needs no sums: blocks of so many rows."""
+        return self if self.parts == 1 else self._replace(block=(rows, min(64, triton.next_power_of_2(self.channels))))
 
 
 WHOLE = 1024  # rows that one program can hold, with few enough channels
+UNROLL = 8  # blocks that a program has under way at once
+MOST = 128  # parts
+PROGRAMS = 512  # enough to keep a large GPU busy; with more of them each has too little to do
 
 
 def tiles(x: Tensor, lanes: int, sums: bool = True) -> Tiles:
-    """x `[K·B, C, H, W]`. Without sums over the rows any block does. What is fixed here does not depend on the lanes,
-    so that there is less to compile."""
+    """x `[K·B, C, H, W]`. Without sums over the rows any block does. Blocks do not depend on the lanes, so that there
+    is less to compile."""
     channels, pixels = x.shape[1], x.shape[2] * x.shape[3]
     rows = x.shape[0] * pixels // lanes
+    across = min(16, triton.next_power_of_2(channels))
     if rows <= WHOLE and sums:
-        across = min(32 if rows <= 128 else 16, triton.next_power_of_2(channels))
-        return Tiles(lanes, rows, channels, pixels, 1, (triton.next_power_of_2(rows), across))
-    block = (256, min(32, triton.next_power_of_2(channels)))
-    parts = max(2, min(128, triton.next_power_of_2(triton.cdiv(rows, block[0]))))
-    return Tiles(lanes, rows, channels, pixels, parts, block)
+        across = min(32, triton.next_power_of_2(channels)) if rows <= 128 else across
+        block = triton.next_power_of_2(rows), across
+        return Tiles(lanes, rows, channels, pixels, 1, block, max(4, min(8, block[0] * block[1] // 1024)))
+    parts = max(2, min(MOST, PROGRAMS // (lanes * triton.cdiv(channels, across)), triton.cdiv(rows, 64)))
+    return Tiles(lanes, rows, channels, pixels, parts, (64, across))
 
 
 def wide(tensor: Tensor) -> tuple[Any, torch.dtype]:
@@ -167,14 +194,23 @@ def wide(tensor: Tensor) -> tuple[Any, torch.dtype]:
     return (tl.float64, torch.float64) if tensor.dtype == torch.float64 else (tl.float32, torch.float32)
 
 
-def take_sums(x: Tensor, running_mean: Tensor, cut: Tiles) -> tuple[Tensor, Tensor]:
-    """`[K, parts, 2, C]` and the shift `[K, C]`."""
+def tickets(device: torch.device) -> Tensor:
+    """Zeros that every kernel leaves as it finds them. Kernels that use them are started one after the other."""
+    if device not in _tickets:
+        _tickets[device] = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+    return _tickets[device]
+
+
+_tickets: dict[torch.device, Tensor] = {}
+
+
+def take_statistics(x: Tensor, mean: Tensor, rstd: Tensor, running: Statistics, cut: Tiles) -> None:
+    """Writes mean and 1/σ `[K, C]`, in more than one part."""
     acc, dtype = wide(x)
     part = torch.empty(cut.lanes, cut.parts, 2, cut.channels, dtype=dtype, device=x.device)
-    old = torch.empty(cut.lanes, cut.channels, dtype=dtype, device=x.device)
     launch(
-        sums, (cut.lanes, cut.columns, cut.parts),
-        x, running_mean, part, old, cut.rows, cut.channels, cut.chunk, running_mean.stride(0),
-        ACC=acc, LOOPS=cut.loops, PARTS=cut.parts, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
+        _sums, (cut.lanes, cut.columns, cut.parts),
+        x, part, mean, rstd, running.mean, running.var, tickets(x.device), cut.rows, cut.channels, cut.parts, cut.chunk,
+        cut.loops, running.mean.stride(0), MOMENTUM=running.momentum, EPS=running.eps, KEEP=running.how == "train",
+        ACC=acc, UNROLL=UNROLL, MOST=MOST, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
     )  # fmt: skip
-    return part, old

@@ -1,0 +1,145 @@
+"""Compiling kernels in other processes: in threads they would wait for each other, and a first round for all of them.
+
+A process is told what to compile, a line of JSON each, and leaves it in Triton's cache on disk, where the one that
+asked finds it. It ends when that one does, or when it has not been asked for a minute. Where Triton does things another
+way, kernels are compiled where they are needed, which only takes longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import queue
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+IDLE = 60.0  # seconds
+_idle: queue.Queue[subprocess.Popen[str]] = queue.Queue()
+_started: list[subprocess.Popen[str]] = []
+
+
+def start(capability: tuple[int, int]) -> None:
+    """Starts a process for every processor, unless this machine's cache has seen these kernels."""
+    if _started or _stamp(capability).exists():
+        return
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for _ in range(min(16, os.cpu_count() or 1)):
+        one = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=env,
+            start_new_session=True,  # Ctrl-C is not for them
+        )
+        _started.append(one)
+        _idle.put(one)
+    with contextlib.suppress(OSError):
+        _stamp(capability).parent.mkdir(parents=True, exist_ok=True)
+        _stamp(capability).touch()
+
+
+def _stamp(capability: tuple[int, int]) -> Path:
+    """A file beside Triton's cache, which says that kernels like these were compiled."""
+    home = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+    about = hashlib.sha256(f"{triton.__version__} {capability}".encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        about.update(file.read_bytes())
+    return Path(home) / f"perada-{about.hexdigest()[:16]}"
+
+
+def ask(source: Any, target: Any, options: dict[str, Any]) -> None:
+    """Has this compiled, if there are processes for it. What goes wrong there goes wrong here, too, and is said."""
+    if not _started:
+        return
+    what = {
+        "kernel": [source.fn.__module__, source.fn.__name__],
+        "signature": source.signature,
+        "constants": [[*_path(path), value] for path, value in source.constants.items()],
+        "attrs": [[*_path(path), value] for path, value in source.attrs.items()],
+        "target": [target.backend, target.arch, target.warp_size],
+        "options": options,
+    }
+    try:
+        line = json.dumps(what, default=_encoded)
+        one = _idle.get(timeout=IDLE)
+        assert one.stdin is not None
+        assert one.stdout is not None
+        one.stdin.write(line + "\n")
+        one.stdin.flush()
+        one.stdout.readline()
+        _idle.put(one)
+    except (OSError, ValueError, TypeError, AttributeError, queue.Empty):  # then it is compiled here
+        return
+
+
+def asking(kernel: Any, device: int) -> None:
+    """From now on this kernel asks before it is compiled."""
+    getattr(kernel, "device_caches", {})[device]  # as Triton makes it, with what compiles
+    real = getattr(kernel, "compile", None)
+    if real is None or getattr(real, "asks", False):
+        return
+
+    def compile_(source: Any, target: Any = None, options: Any = None, **more: Any) -> Any:
+        ask(source, target, options)
+        return real(source, target=target, options=options, **more)
+
+    compile_.asks = True  # type: ignore[attr-defined]
+    kernel.compile = compile_
+
+
+def _path(path: Any) -> tuple[Any]:
+    return (list(path) if isinstance(path, tuple) else path,)
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, tl.dtype):
+        return {"dtype": value.name}
+    if isinstance(value, tl.constexpr):
+        return value.value
+    if isinstance(value, (set, frozenset)):
+        return {"set": sorted(value)}
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
+def _decoded(value: dict[str, Any]) -> Any:
+    if value.keys() == {"dtype"}:
+        return tl.dtype(value["dtype"])
+    return frozenset(value["set"]) if value.keys() == {"set"} else value
+
+
+def compiled(line: str) -> None:
+    """What `ask` asked for."""
+    what = json.loads(line, object_hook=_decoded)
+    module, name = what["kernel"]
+    kernel = getattr(importlib.import_module(module), name)
+    constants, attrs = (
+        {tuple(path) if isinstance(path, list) else path: value for path, value in what[key]}
+        for key in ("constants", "attrs")
+    )
+    options = {n: tuple(v) if isinstance(v, list) else v for n, v in what["options"].items()}
+    source = ASTSource(kernel, what["signature"], constants, attrs)
+    triton.compile(source, target=GPUTarget(*what["target"]), options=options)
+
+
+def main() -> None:
+    while select.select([sys.stdin], [], [], IDLE)[0] and (line := sys.stdin.readline()):
+        with contextlib.suppress(Exception):  # the one that asked will see for itself
+            compiled(line)
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

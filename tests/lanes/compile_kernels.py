@@ -1,0 +1,97 @@
+"""Compiles the kernels that a step needs for a GPU that is not here: the interpreter, which the other tests use, takes
+more than the compiler does. Run by test_kernels.py in a process of its own; prints the kernels' names, and how many of
+them were not found where the processes that compile had left them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+
+import perada.lanes.kernels as kernels
+from perada.lanes import Stem
+from perada.lanes.kernels import elsewhere, flat, images, launch, loss, norm, stem, tiles
+
+TYPES = {
+    torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32",
+    torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1",
+}  # fmt: skip
+TARGET = GPUTarget("cuda", 90, 32)
+seen: set[str] = set()
+here: list[str] = []
+
+
+def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+    options = {n: meta.pop(n) for n in ("num_warps", "num_stages") if n in meta}
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    signature, attrs = dict.fromkeys(meta, "constexpr"), {}
+    for name, value in given.items():
+        wide = isinstance(value, int) and not -(2**31) <= value < 2**31
+        signature[name] = f"*{TYPES[value.dtype]}" if isinstance(value, torch.Tensor) else "i64" if wide else "i32"
+        if isinstance(value, torch.Tensor) or value % 16 == 0:
+            attrs[(kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, {n: signature[n] for n in kernel.arg_names}, meta, attrs)
+    if kernel.__name__ not in seen:  # as if there were a GPU: that is where Triton sets it
+        kernel.device_caches, kernel.compile = {0: None}, triton.compile
+    elsewhere.asking(kernel, 0)
+    kernel.compile(source, target=TARGET, options=make_backend(TARGET).parse_options(options).__dict__)
+    seen.add(kernel.__name__)
+
+
+def everything(dtype: torch.dtype, lanes: int, batch: int) -> None:
+    def affine(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(lanes, n, dtype=dtype, requires_grad=True), torch.zeros(lanes, n, dtype=dtype)
+
+    def statistics(how: str) -> kernels.Statistics:
+        return kernels.Statistics(torch.zeros(lanes, 64), torch.ones(lanes, 64), how, 0.1, 1e-5)
+
+    keys = torch.arange(lanes)
+    for how in ("train", "running"):
+        with torch.set_grad_enabled(how == "train"):
+            wide = torch.randn(lanes * batch, 64, 16, 16).to(dtype)
+            x = kernels.norm_and_pool(wide, affine(64), statistics(how))
+            kept = Stem.of(wide[:batch], torch.nn.MaxPool2d(3, 2, 1)).by(lanes)
+            x = x + kernels.stem_norm(kept, affine(64), statistics(how))
+            matrix = torch.zeros(lanes, 64, 64, 1, 1, dtype=dtype, requires_grad=True)
+            drop = kernels.Drop(keys, 3, 0.1) if how == "train" else None
+            x = kernels.lane_adapter(x, affine(64), statistics(how), matrix, drop)
+            x = kernels.lane_norm(x, affine(64), statistics(how), add=x, relu=True)
+        if how == "train":
+            x.sum().backward()
+
+
+def counted(source: Any, *args: Any, make_ir: Any = ASTSource.make_ir) -> Any:
+    here.append(source.name)
+    return make_ir(source, *args)
+
+
+def main() -> None:
+    ASTSource.make_ir = counted
+    elsewhere.start((9, 0))
+    for module in (flat, images, loss, norm, stem, tiles):
+        if hasattr(module, "launch"):
+            module.launch = compile_only
+    launch.launch = compile_only
+    everything(torch.bfloat16, 2, 64)  # rows in parts
+    everything(torch.float32, 2, 1)  # one program has all rows
+    p, some = torch.zeros(2, 64), torch.ones(2, 1)
+    kernels.sgd_step(p, p, some, None)
+    kernels.sgd_step(p, p.bfloat16(), some, (p, some, p[0]))
+    kernels.adam_step(p, p, p, p, some.double(), p, (0.9, 0.999), 1e-8)
+    whole, row = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
+    kernels.cross_entropy(p, whole)
+    kernels.divergence(p, p, 2.0)
+    kernels.chunk(whole[:1], whole[:1], whole[:1], p)
+    kernels.picked(row[None], whole, whole, whole, whole, whole)
+    pool, values = torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.ones(3, 1, 1)
+    kernels.views(pool, row, whole, 7, 3, 1, values, values, torch.bfloat16)
+    kernels.keep(p, p, kernels.settle(whole, whole, torch.ones(2, dtype=torch.bool), p[:, 0], p[:, 0], p))
+    print(len(here), *sorted(seen))
+
+
+if __name__ == "__main__":
+    main()
