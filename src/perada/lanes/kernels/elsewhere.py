@@ -30,11 +30,11 @@ _started: list[subprocess.Popen[str]] = []
 
 
 def start(capability: tuple[int, int]) -> None:
-    """Starts a process for every processor, unless this machine's cache has seen these kernels."""
+    """Starts a few processes, unless this machine's cache has seen these kernels."""
     if _started or _stamp(capability).exists():
         return
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for _ in range(min(16, os.cpu_count() or 1)):
+    for _ in range(min(8, os.cpu_count() or 1)):
         one = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,

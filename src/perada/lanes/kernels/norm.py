@@ -91,7 +91,7 @@ def _gradient(
     return g
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "chunk", "loops"])
 def _backward_sums(
     x_ptr, g_ptr, y_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, key_ptr, part_ptr, sums_ptr, dweight_ptr, dbias_ptr,
     ticket_ptr, rows, channels, pixels, stride, dweight_stride, dbias_stride, parts, chunk, loops,

@@ -67,7 +67,7 @@ def statistics(
     return mean, rstd
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "chunk", "loops"])  # they differ with the lanes, and are compiled once
 def _sums(
     x_ptr, part_ptr, mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, ticket_ptr, rows, channels, parts,
     chunk, loops, stride, MOMENTUM: tl.constexpr, EPS: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr,
