@@ -154,3 +154,26 @@ def test_public_images_kept_behind_the_first_layer_distil_the_same(monkeypatch: 
     assert len(found.model.__dict__["replays"]) == 2
     for name, tensor in everything(found).items():
         assert_close_norm(tensor, everything(wanted)[name], 1e-9, what=name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is a Linux package")
+def test_a_pull_of_distillation_on_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rounds: the second one's centre is written over the first one's, in the tensors that stand."""
+    from perada.lanes.kernels import flat
+
+    monkeypatch.setattr(flat, "_BLOCK", 1 << 17)  # the interpreter takes its time for every block
+    settings = {"data__val": 0.01, "data__test": 0.01, "data__server_val": 0.94, "distill__lr": 0.01}
+    settings |= {"distill__guard": "none", "distill__steps": 2, "distill__pull": 0.5, "distill__weight_decay": 0.1}
+
+    def distilled() -> Simulation:
+        sim = prepare(small(method__name="perada", run__precision="fp64", **settings))
+        for _ in range(2):
+            sim.step()
+        return sim
+
+    wanted = distilled()
+    monkeypatch.setattr(replay, "DEVICES", ("cpu",))
+    monkeypatch.setattr(fast, "DEVICES", ("cpu",))
+    found = distilled()
+    for name, tensor in everything(found).items():
+        assert_close_norm(tensor, everything(wanted)[name], 1e-9, what=name)
