@@ -30,6 +30,7 @@ from .machine import keep_memory
 from .methods import REGISTRY, method_sizes
 from .models import count_groups
 from .report import write_partition, write_report
+from .reproduce.commands import app as reproduce_app
 from .runs import device_of
 from .tune import tune
 from .watch import err, watched
@@ -37,6 +38,7 @@ from .watch import err, watched
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 data_app = typer.Typer(no_args_is_help=True, help="Fetch the data sets of the paper.")
 app.add_typer(data_app, name="data")
+app.add_typer(reproduce_app, name="reproduce")
 if find_spec("flwr"):
     from .flower.commands import app as flower_app
 

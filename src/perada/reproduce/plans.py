@@ -1,0 +1,296 @@
+"""The experiments as data: named runs, which of them are trained together, and what is chosen between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
+from typing import Any, Literal
+
+from ..config import resolve
+from ..methods import REGISTRY, grids
+
+MAIN = ("perada", "perada-no-kd", "ditto", "fedavg-ft", "standalone")  # the methods that every table has
+GUARDLESS: dict[str, str] = {
+    "method.name": "perada",
+    "distill.guard": "none",
+}  # Algorithm 1 as written: always a row of its own
+Settings = Mapping[str, Any]
+TITLES = {  # in the order of their worth
+    "distill-study": "Which distillation: CIFAR-10, 40 rounds, one seed, chosen by validation data",
+    "main": "The main table: CIFAR-10, 200 rounds, 3 seeds",
+    "others": "The other 16 methods: CIFAR-10, one seed, 50 rounds, each tuned on validation data",
+    "ablations": "Ablations: distillation steps, public images, λ, initialisation; CIFAR-10, one seed, 50 rounds",
+    "pacs": "One domain a client: PACS at 64 pixels in the place of Office-Home, 100 rounds, 3 seeds",
+    "xrays": "Chest X-rays: 5 labels, AUC, 4,999 NIH images in the place of CheXpert, 30 rounds, 3 seeds",
+    "digits": "The machinery itself: embedded digits, 3 rounds, 2 seeds, on a CPU in half a minute; no result",
+}
+NAMES = tuple(TITLES)
+REPORTED = NAMES[:-1]  # those that the document is about
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run. `settings` stand over the experiment's; where it `follows` a choice, over what that chose."""
+
+    name: str
+    group: str  # its lanes are trained together with those of the other runs of its group
+    settings: Settings
+    follows: str = ""
+    tested: bool = True  # False: evaluated on validation data alone, and its folder goes when its result is written
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is settled by validation data when all of `among` are done; the winner of `before` stands for election,
+    too. `study.py` has the rules."""
+
+    name: str
+    among: tuple[str, ...]
+    rule: Literal["local", "study"] = "local"
+    before: str = ""
+    reference: str = ""  # rule "study": the run without distillation, which nobody may fall behind
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A list of runs on one split. `file` is what is looked for in the folder that is given as --data."""
+
+    name: str
+    preset: str
+    settings: Settings
+    trials: tuple[Trial, ...]
+    choices: tuple[Choice, ...] = ()
+    file: str = ""
+    needs_weights: bool = True
+    seconds: Mapping[str, float] = field(default_factory=dict)  # of a round, as estimated: by method, "" for others
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.name]
+
+    def trial(self, name: str) -> Trial:
+        return next(t for t in self.trials if t.name == name)
+
+    def choice(self, name: str) -> Choice:
+        return next(c for c in self.choices if c.name == name)
+
+    @property
+    def groups(self) -> list[str]:
+        return list(dict.fromkeys(t.group for t in self.trials))
+
+
+GPU: Settings = {"run.precision": "bf16", "run.checkpoint_every": 10}
+SHIFTS: Settings = {"run.shifts": True}
+# Seconds of a round on one H200: docs/performance.md for perada and perada-no-kd; full models by the ratio of the
+# measured steps there (10.44 ms to 1.86 ms for 16 lanes; half of it where a client has one model).
+SECONDS = {"perada": 3.2, "perada-no-kd": 1.0, "ditto": 5.6, "pfedme": 9.0, "apfl": 6.0, "feddf": 5.0, "": 2.8}
+SMALL_SECONDS = {"perada": 1.0, "perada-no-kd": 0.4, "ditto": 1.2, "": 0.7}
+
+
+def kind(method: str) -> str:
+    """Adapters share a frozen backbone and full models share none, so they are trained together among themselves."""
+    return "adapters" if method.startswith("perada") else "full"
+
+
+def main_trials(seeds: Sequence[int]) -> tuple[Trial, ...]:
+    """The five methods and PerAda without its guard, seed by seed."""
+    variants = {m: {"method.name": m} for m in MAIN} | {"perada-guard-none": GUARDLESS}
+    return tuple(
+        Trial(f"{name}-{seed}", kind(name), {**settings, "run.seed": seed})
+        for seed in seeds
+        for name, settings in variants.items()
+    )
+
+
+# Where the study begins: teachers normalised by the public data, a guard at the clients. Written out, so that settling
+# a preset by the study does not change what the study was.
+BEGINNING: Settings = {
+    "distill.steps": 500,
+    "distill.lr": 1e-3,
+    "distill.rounds": 0,
+    "distill.teacher_norm": "public",
+    "distill.student_norm": "batch",
+    "distill.keep_stats": "average",
+    "distill.guard": "clients",
+    "distill.candidates": [20, 60, 150, 500],
+    "distill.pull": 0.0,
+    "distill.weight_decay": 0.0,
+}
+
+
+def _study() -> Experiment:
+    """Stage by stage: what a stage chose is what the next one varies. 16 runs in all."""
+
+    def stage(group: str, follows: str, **variants: Settings) -> tuple[Trial, ...]:
+        named = {n.replace("_", "-"): s for n, s in variants.items()}
+        return tuple(Trial(n, group, {"method.name": "perada", **s}, follows, False) for n, s in named.items())
+
+    norms = stage(
+        "norms",
+        "",
+        default={},
+        teacher_running={"distill.teacher_norm": "running"},
+        student_frozen={"distill.student_norm": "frozen"},
+        stats_student={"distill.keep_stats": "student"},
+    )
+    shown = (
+        Trial("no-kd", "norms", {"method.name": "perada-no-kd"}, tested=False),
+        Trial(  # the paper's text, read literally: shown, and chosen by nobody
+            "as-written",
+            "norms",
+            {**GUARDLESS, "distill.teacher_norm": "running", "distill.keep_stats": "student"},
+            tested=False,
+        ),
+    )
+    guard = stage(
+        "guard",
+        "norms",
+        guard_none={"distill.guard": "none"},
+        guard_server={"distill.guard": "server"},
+        candidates_early={"distill.candidates": [5, 10, 20, 40, 80]},
+    )
+    rate = stage(
+        "rate",
+        "guard",
+        lr_3e_4={"distill.lr": 3e-4},
+        lr_1e_4={"distill.lr": 1e-4},
+        steps_100={"distill.steps": 100},
+    )
+    hold = stage(
+        "hold",
+        "rate",
+        rounds_10={"distill.rounds": 10},
+        pull_weak={"distill.pull": 0.01},
+        pull_strong={"distill.pull": 0.1},
+        decay={"distill.weight_decay": 1e-3},
+    )
+    stages = {"norms": norms, "guard": guard, "rate": rate, "hold": hold}
+    before = dict(zip(stages, ["", *stages], strict=False))
+    return Experiment(
+        name="distill-study",
+        preset="cifar10",
+        settings={**GPU, **BEGINNING, "train.rounds": 40, "data.server_val": 0.05},
+        trials=(*shown, *chain.from_iterable(stages.values())),
+        choices=tuple(
+            Choice(name, tuple(t.name for t in trials), "study", before[name], "no-kd")
+            for name, trials in stages.items()
+        ),
+        seconds=SECONDS,
+    )
+
+
+def points(preset: str, method: str, rates: Sequence[float]) -> list[Settings]:
+    """A small grid: what the preset has, and one setting changed at a time."""
+    keys: dict[str, Sequence[Any]] = {"train.lr": rates}
+    keys |= {f"method.{k}": values for k, values in grids(method).items()}
+    if REGISTRY[method]().parts.distils:
+        keys["distill.lr"] = (1e-4,)
+    own = resolve(preset, {"method.name": method}).flat()
+    changed = [{key: value} for key, values in keys.items() for value in values if value != own[key]]
+    return [{"method.name": method, **settings} for settings in ({}, *changed)]
+
+
+def tuned_trials(
+    preset: str, methods: Sequence[str], rates: Sequence[float], rounds: int
+) -> tuple[tuple[Trial, ...], tuple[Choice, ...]]:
+    """For each method the points of its grid for a few rounds, on validation data; then the runs that are tested,
+    side by side so that they are trained together."""
+    screened, tested, choices = list[Trial](), list[Trial](), list[Choice]()
+    for method in methods:
+        short = {"train.rounds": rounds}
+        grid = [
+            Trial(f"{method}-point-{i}", f"{method}-grid", {**settings, **short}, tested=False)
+            for i, settings in enumerate(points(preset, method, rates))
+        ]
+        screened += grid
+        tested.append(Trial(method, "tested", {"method.name": method}, follows=method))
+        choices.append(Choice(method, tuple(t.name for t in grid)))
+    return (*screened, *tested), tuple(choices)
+
+
+def _others() -> Experiment:
+    trials, choices = tuned_trials("cifar10", [m for m in REGISTRY if m not in MAIN], (1e-3, 5e-3), 10)
+    return Experiment(
+        name="others",
+        preset="cifar10",
+        settings={**GPU, **SHIFTS, "train.rounds": 50},
+        trials=trials,
+        choices=choices,
+        seconds=SECONDS,
+    )
+
+
+def _ablations() -> Experiment:
+    perada = {"method.name": "perada"}
+    variants: dict[str, dict[str, Settings]] = {
+        "base": {"perada": {}, "no-kd": {"method.name": "perada-no-kd"}},
+        "steps": {f"steps-{n}": {"distill.steps": n} for n in (50, 100, 200, 1000)},
+        "fraction": {f"images-{n}": {"distill.size": n} for n in (2500, 5000, 12500, 25000)},
+        "lam": {f"lam-{v:g}": {"method.lam": v} for v in (0.01, 0.1, 10.0)},
+        "start": {"weights-random": {"model.weights": "random"}, "weights-fedavg": {"model.weights": "fedavg"}},
+    }
+    return Experiment(
+        name="ablations",
+        preset="cifar10",
+        settings={**GPU, "train.rounds": 50},
+        trials=tuple(
+            Trial(name, group, {**perada, **settings})
+            for group, several in variants.items()
+            for name, settings in several.items()
+        ),
+        seconds=SECONDS,
+    )
+
+
+FIVE_LABELS = ["Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Effusion"]  # CheXpert's, by NIH's names
+
+
+@lru_cache
+def experiments() -> dict[str, Experiment]:
+    """All of them, in the order of their worth."""
+    seeds = (0, 1, 2)
+    main = Experiment(
+        name="main",
+        preset="cifar10",
+        settings={**GPU, **SHIFTS},
+        trials=main_trials(seeds),
+        seconds=SECONDS,
+    )
+    pacs = Experiment(
+        name="pacs",
+        preset="office-home",
+        settings={**GPU, "data.size": 64},
+        trials=main_trials(seeds),
+        file="pacs_64.npz",
+        seconds=SMALL_SECONDS,
+    )
+    xrays = Experiment(
+        name="xrays",
+        preset="chexpert",
+        # Fewer clients and milder skew than the preset's: with 20 clients most have test images of one class only.
+        settings={
+            **GPU,
+            "data.labels": FIVE_LABELS,
+            "data.meta_min": 50,
+            "data.clients": 5,
+            "data.alpha": 1.0,
+            "train.cohort": 0,
+            "train.batch": 64,
+        },
+        trials=main_trials(seeds),
+        file="nih_cxr14_part001_64.npz",
+        seconds=SMALL_SECONDS,
+    )
+    small = {"train.rounds": 3, "train.epochs": 1, "distill.steps": 5, "distill.candidates": [2], "run.eval_every": 1}
+    digits = Experiment(
+        name="digits",
+        preset="digits",
+        settings={**small, "run.shifts": False},
+        trials=main_trials((0, 1)),
+        needs_weights=False,
+        seconds={"": 1.0},
+    )
+    found = (_study(), main, _others(), _ablations(), pacs, xrays, digits)
+    return {e.name: e for e in found}
