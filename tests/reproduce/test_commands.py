@@ -34,7 +34,7 @@ def test_an_experiment_from_beginning_to_end(tmp_path: Path, capsys: pytest.Capt
     assert found["stopped"]
     assert found["left"] == ["perada-0", "fedavg-0"]
     assert cli.main(words(tmp_path, "digits")) == 0
-    assert "digits: 2 of 2 runs done" in capsys.readouterr().out
+    assert "digits: 2 of 2 runs done in 0.0 minutes\n" in capsys.readouterr().out
     assert cli.main(words(tmp_path, "digits", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == {
@@ -64,7 +64,9 @@ def test_the_list_tells_what_is_left_and_by_which_numbers(tmp_path: Path, capsys
     assert float(str(after["minutes_done"])) > 0
     (tmp_path / "results" / "digits" / "fedavg-0.json").unlink()
     again = listed()["digits"]
-    assert (again["left"], again["begun"], again["measured"]) == (1, 1, False), "no FedAvg was measured"
+    assert (again["left"], again["begun"]) == (1, {"fedavg-0": [2, 2]})
+    assert not again["measured"], "no FedAvg was measured"
+    assert again["minutes_left"] == 0, "its rounds are done"
     assert cli.main(words(tmp_path, "list")) == 0
     assert "distill-study" in capsys.readouterr().out
 

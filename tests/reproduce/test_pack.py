@@ -22,6 +22,26 @@ FOUR = two(train__rounds=4)
 PIECE = 100_000
 
 
+def test_personal_states_survive(tmp_path: Path) -> None:
+    """PerAda, stopped after two of four rounds: who was not sampled since keeps what it had, too. The folder it was
+    packed from is gone, as on a machine that was given back."""
+    alone = replace(FOUR, trials=FOUR.trials[:1])
+    assert reproduce(alone, place(tmp_path / "here"), Ticking(2)).left == ["perada-0"]
+    pack(tmp_path / "here" / "runs" / "digits", tmp_path / "pieces", PIECE)
+    shutil.rmtree(tmp_path / "here")
+    unpack(tmp_path / "pieces" / "digits.json", tmp_path / "there" / "runs")
+    carried = tmp_path / "there" / "runs" / "digits" / "perada-0" / "checkpoints"
+    assert [p.name for p in carried.iterdir()] == ["round-0002"]
+    assert len(list(carried.glob("round-0002/kept-*.safetensors"))) == 4
+    assert reproduce(alone, place(tmp_path / "there")).left == []
+    reproduce(alone, place(tmp_path / "whole"))
+    assert numbers(tmp_path / "there") == numbers(tmp_path / "whole")
+    paths = [tmp_path / home / "runs" / "digits" / "perada-0" for home in ("there", "whole")]
+    found, wanted = ({k: v for k, v in adapters(p).items() if k.startswith("round-0004")} for p in paths)
+    assert found == wanted
+    assert sum("kept" in k for k in wanted) == 4
+
+
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """PerAda finished, FedAvg after one round of four."""

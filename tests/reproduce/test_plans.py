@@ -51,7 +51,32 @@ def test_the_others_are_the_other_sixteen_each_with_a_grid() -> None:
     assert {c.name for c in others.choices} == set(REGISTRY) - set(MAIN)
     assert all(len(c.among) >= 3 for c in others.choices)
     assert len([t for t in others.trials if t.tested]) == 16
-    assert {t.group for t in others.trials if t.tested} == {"tested"}, "trained together"
+    names = [t.name for t in others.trials]
+    last = [others.choice(t.name).among[-1] for t in others.trials if t.tested]
+    assert all(names[names.index(n) + 1] in REGISTRY for n in last), "each is tested when it is tuned: no slice is lost"
+
+
+def test_a_session_on_the_main_table_ends_with_complete_seeds() -> None:
+    """What distillation is judged by stands first; full models, which are not to be carried, two at most together."""
+    main = experiments()["main"]
+    assert main.groups[:3] == ["adapters-0", "adapters-1", "adapters-2"]
+    for group in main.groups:
+        names = {t.name.rpartition("-")[0] for t in main.trials if t.group == group}
+        assert len(names) <= 3
+        assert all(n.startswith("perada") for n in names) == group.startswith("adapters")
+        assert len({t.settings["run.seed"] for t in main.trials if t.group == group}) == 1
+
+
+def test_the_ablations_have_every_axis_that_the_issue_asks_for() -> None:
+    found = experiments()["ablations"]
+    assert {"steps", "images", "sets", "lam", "start"} <= set(found.groups)
+    own = resolve("cifar10", {}).distill
+    for group in ("images", "sets"):
+        sizes = {t.settings["distill.size"] for t in found.trials if t.group == group}
+        assert all(n % own.batch == 0 for n in sizes), "whole batches"
+    assert len({t.settings["distill.data"] for t in found.trials if t.group == "sets"}) == 2
+    equal = {t.settings["distill.size"] for t in found.trials if t.group == "images"}
+    assert {t.settings["distill.size"] for t in found.trials if t.group == "sets"} <= equal, "CIFAR-100 beside them"
 
 
 def test_the_study_varies_every_setting_of_the_design_space() -> None:

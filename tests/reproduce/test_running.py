@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -126,7 +127,7 @@ def test_slices_of_time_on_changing_machines_give_the_same(whole: Path, tmp_path
 
 
 def test_a_clock_stops_a_run_where_the_next_round_would_be_too_long() -> None:
-    """Rounds of 100 s in 600: after the fourth, two more as long and the reserve of 15 s do not fit."""
+    """Rounds of 100 s in 600: after the fifth, one half as long again and the reserve of 15 s do not fit."""
     time, seen = [0.0], list[int]()
     clock = Clock(10, reserve=15, now=lambda: time[0])
     watch = clock.watch(lambda p: seen.append(p.round), shifts=False)
@@ -138,8 +139,57 @@ def test_a_clock_stops_a_run_where_the_next_round_would_be_too_long() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         rounds()
-    assert seen == [1, 2, 3, 4]
+    assert seen == [1, 2, 3, 4, 5]
     assert clock.stopped
+
+
+def test_a_run_that_is_stopped_stops_no_other(tmp_path: Path) -> None:
+    """Of two that are trained together one has long rounds: the other goes on to its end; nothing new is begun."""
+
+    class Uneven(Clock):
+        def watch(self, on_round: Any, shifts: bool) -> Any:
+            def long(progress: Progress) -> None:
+                if progress.round == 1:
+                    self.over(1e9)
+                    raise KeyboardInterrupt
+
+            self.seen = getattr(self, "seen", 0) + 1
+            return long if self.seen == 1 else on_round
+
+    runs = [trial(f"{m}-0", method__name=m) for m in ("perada", "fedavg", "ditto")]
+    plan = experiment(*runs, train__rounds=6)
+    state = reproduce(plan, place(tmp_path), Uneven(60), together=2)
+    assert list(state.found) == ["fedavg-0"]
+    assert not (tmp_path / "runs" / "digits" / "ditto-0").exists()
+    assert reproduce(plan, place(tmp_path)).left == []
+
+
+def test_only_some_runs_or_groups(tmp_path: Path) -> None:
+    runs = [trial("perada-0", "adapters", method__name="perada"), trial("fedavg-0", "full", method__name="fedavg")]
+    both = experiment(*runs)
+    with pytest.raises(InputError, match="unknown run 'ful': did you mean 'full'"):
+        reproduce(both, place(tmp_path), only=["ful"])
+    assert reproduce(both, place(tmp_path), only=["full"]).left == ["perada-0"]
+    assert reproduce(both, place(tmp_path), only=["perada-0"]).left == []
+
+
+def test_a_runs_own_public_images_are_found_beside_the_data_and_may_move(tmp_path: Path) -> None:
+    """The file is named in the plan; where it lies is the machine's."""
+    rng = np.random.default_rng(0)
+    run = trial("other-0", method__name="perada", distill__data="public.npz", distill__size=0)
+    one = experiment(run, train__rounds=3, model__weights="random", model__backbone="resnet8", data__partition="iid")
+    one = replace(one, preset="folder", file="own.npz")
+    for file, many in (("own", 200), ("public", 40)):
+        images = rng.integers(0, 256, (many, 64, 64, 3), dtype=np.uint8)
+        for home in ("here", "there"):
+            (tmp_path / home).mkdir(exist_ok=True)
+            np.savez(tmp_path / home / f"{file}.npz", images=images, labels=np.arange(many) % 4)
+    assert reproduce(one, place(tmp_path, data=str(tmp_path / "here")), Ticking(1)).left == ["other-0"]
+    shutil.rmtree(tmp_path / "here")
+    assert reproduce(one, place(tmp_path, data=str(tmp_path / "there"))).left == []
+    text = (tmp_path / "results" / "digits" / "other-0.json").read_text()
+    assert '"distill.data": "public.npz"' in text
+    assert str(tmp_path) not in text
 
 
 def test_a_clock_keeps_time_for_the_end_and_none_without_minutes() -> None:
@@ -214,7 +264,7 @@ def test_a_settled_preset_makes_results_and_run_folders_of_before_stale(whole: P
 
 def test_a_stage_waits_for_the_choice_before_it_and_builds_on_it(tmp_path: Path) -> None:
     study = staged()
-    assert state_of(study, tmp_path).ready == ["no-kd", "slow", "fast"]
+    assert state_of(study, tmp_path).ready() == ["no-kd", "slow", "fast"]
     state = reproduce(study, place(tmp_path))
     assert state.left == []
     found = results.read(tmp_path / "results", "digits")
@@ -289,7 +339,7 @@ def test_statistics_are_laid_over_weights(tmp_path: Path) -> None:
 
 def test_the_data_file_of_an_experiment_is_found_in_the_folder(tmp_path: Path) -> None:
     one = replace(two(), file="pacs_64.npz")
-    assert place(tmp_path, data=str(tmp_path)).here(one) == {"data.root": str(tmp_path)}
+    assert place(tmp_path, data=str(tmp_path)).here(one, one.trials[0]) == {"data.root": str(tmp_path)}
     (tmp_path / "pacs_64.npz").touch()
-    found = place(tmp_path, data=str(tmp_path), device="cpu").here(one)
+    found = place(tmp_path, data=str(tmp_path), device="cpu").here(one, one.trials[0])
     assert found == {"data.root": str(tmp_path / "pacs_64.npz"), "run.device": "cpu"}

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from ..errors import InputError, Interrupted
+from ..console import AsJson, out, print_json, say, tell
+from ..errors import InputError
 from ..tables import house_table
-from ..watch import Watch, err
+from ..watch import watched
 from . import pack as packing
 from .document import write_document
-from .overview import overview
+from .overview import overview, words
 from .plans import NAMES, TITLES, experiments
 from .running import Clock, Place, lay_over, reproduce, state_of
 from .study import settled, validation_of
 
 app = typer.Typer(no_args_is_help=True, help="The paper's experiments, run by run; `list` says how far they are.")
-out = Console(markup=False)
 
 Data = Annotated[str | None, typer.Option("--data", metavar="FOLDER", help="with the data sets; default as in presets")]
 Weights = Annotated[Path | None, typer.Option(metavar="FILE", help="the pretrained backbone")]
@@ -35,12 +32,8 @@ Results = Annotated[Path, typer.Option("--results", metavar="DIR", help="one sma
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")]
 Minutes = Annotated[float | None, typer.Option(metavar="N", help="stop, saved, before this many minutes are over")]
 Together = Annotated[int, typer.Option(min=0, help="runs at once; 0: as many as is sensible on this device")]
-AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+Only = Annotated[str, typer.Option(metavar="A,B", help="only these runs, or groups of runs; default all")]
 RUNS, RESULTS = Path("runs/reproduce"), Path("results")
-
-
-def _say(text: str) -> None:
-    err.print(text, highlight=False, soft_wrap=True)
 
 
 def _command(name: str) -> Callable[..., None]:
@@ -55,36 +48,27 @@ def _command(name: str) -> Callable[..., None]:
         device: Device = None,
         minutes: Minutes = None,
         together: Together = 0,
+        only: Only = "",
         as_json: AsJson = False,
     ) -> None:
         if minutes is not None and not minutes > 0:
             raise InputError(f"--minutes must be above 0, not {minutes:g}")
+        clock = Clock(minutes)
         if statistics is not None:
             if weights is None:
                 raise InputError("--statistics are laid over weights: give those with --weights")
             weights = lay_over(weights, statistics, out_dir)
-        file = None if weights is None else str(weights)
-        place, clock, watch = Place(out_dir, results, data, file, device), Clock(minutes), Watch()
-        try:
-            state = reproduce(
-                experiments()[name], place, clock, together, on_run=watch.run, on_round=watch.round, say=_say
-            )
-        except Interrupted as stop:
-            watch.bar.stop()
-            print(f"{stop}. The same command goes on from there.", file=sys.stderr)
-            raise typer.Exit(130) from stop
-        finally:
-            if watch.bar.live.is_started:
-                watch.bar.stop()
+        file, some = None if weights is None else str(weights), [n.strip() for n in only.split(",") if n.strip()]
+        place = Place(out_dir, results, data, file, device)
+        with watched() as watch:
+            state = reproduce(experiments()[name], place, clock, together, some, watch.run, watch.round, say)
         found = {"experiment": name, "done": list(state.found), "left": state.left, "stopped": clock.stopped}
         if as_json:
-            print(json.dumps({**found, "settled": _settled(name, results)}, indent=1))
+            print_json({**found, "settled": _settled(name, results)})
             return
-        line = f"{name}: {len(state.found)} of {len(state.experiment.trials)} runs done, results in {results / name}"
-        line += "; the same command goes on with the others" if state.left else ""
-        out.print(line, highlight=False, soft_wrap=True)
+        tell(words(overview(experiments()[name], results, out_dir)))
         if chosen := _settled(name, results):
-            out.print(f"settled by validation data: {chosen}", highlight=False, soft_wrap=True)
+            tell(f"settled by validation data: {chosen}")
 
     command.__doc__ = f"{TITLES[name]}."
     return command
@@ -107,7 +91,7 @@ def list_command(results: Results = RESULTS, out_dir: Out = RUNS, as_json: AsJso
     """The experiments: runs done and left, and their minutes."""
     found = [overview(e, results, out_dir) for e in experiments().values()]
     if as_json:
-        print(json.dumps(found, indent=1))
+        print_json(found)
         return
     out.print(_table(found))
 
@@ -122,7 +106,7 @@ def _table(found: list[dict[str, Any]]) -> Table:
             one["experiment"],
             str(one["runs"]),
             str(one["done"]),
-            str(one["begun"]),
+            str(len(one["begun"])),
             f"{one['minutes_done']:.1f}",
             f"{mark}{one['minutes_left']:.0f}",
             one["title"].partition(":")[0],
@@ -137,7 +121,7 @@ def document_command(
 ) -> None:
     """docs/results.md and its figures, from the results alone."""
     files = write_document(results, out_file)
-    out.print(f"wrote {out_file} and {len(files) - 1} figures", highlight=False, soft_wrap=True)
+    tell(f"wrote {out_file} and {len(files) - 1} figures")
 
 
 @app.command("pack")
@@ -152,7 +136,7 @@ def pack_command(
     line = (
         f"{about['files']} files, {size:.1f} MiB in {len(about['pieces'])} pieces; carry them and {about['name']}.json"
     )
-    out.print(line, highlight=False, soft_wrap=True)
+    tell(line)
 
 
 @app.command("unpack")
@@ -162,4 +146,4 @@ def unpack_command(
 ) -> None:
     """The folder that `pack` took apart."""
     files = packing.unpack(about, out_dir)
-    out.print(f"{files} files in {out_dir}", highlight=False, soft_wrap=True)
+    tell(f"{files} files in {out_dir}")

@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import InputError
 from ..runs import RunFolder, write_atomic
 
-PIECE = 16 * 2**20
+PIECE = 15 * 2**20  # four of them and the list go through a door of 64 MiB
 KIND = "perada pieces"
 
 

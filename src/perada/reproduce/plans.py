@@ -21,7 +21,7 @@ TITLES = {  # in the order of their worth
     "distill-study": "Which distillation: CIFAR-10, 40 rounds, one seed, chosen by validation data",
     "main": "The main table: CIFAR-10, 200 rounds, 3 seeds",
     "others": "The other 16 methods: CIFAR-10, one seed, 50 rounds, each tuned on validation data",
-    "ablations": "Ablations: distillation steps, public images, λ, initialisation; CIFAR-10, one seed, 50 rounds",
+    "ablations": "Ablations: distillation steps, images and sets, λ, initialisation; CIFAR-10, one seed, 50 rounds",
     "pacs": "One domain a client: PACS at 64 pixels in the place of Office-Home, 100 rounds, 3 seeds",
     "xrays": "Chest X-rays: 5 labels, AUC, 4,999 NIH images in the place of CheXpert, 30 rounds, 3 seeds",
     "digits": "The machinery itself: embedded digits, 3 rounds, 2 seeds, on a CPU in half a minute; no result",
@@ -35,7 +35,7 @@ class Trial:
     """One run. `settings` stand over the experiment's; where it `follows` a choice, over what that chose."""
 
     name: str
-    group: str  # its lanes are trained together with those of the other runs of its group
+    group: str  # the runs of a group are trained together, and before a run of the next group is begun
     settings: Settings
     follows: str = ""
     tested: bool = True  # False: evaluated on validation data alone, and its folder goes when its result is written
@@ -55,7 +55,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A list of runs on one split. `file` is what is looked for in the folder that is given as --data."""
+    """A list of runs on one split. `file` is what is looked for in the folder that is given as --data.
+
+    Of a round on one H200, as far as measured, else estimated: `seconds` of its training by method ("" for others);
+    `distilling`, the seconds of the teachers and the guard, and those of one step.
+    """
 
     name: str
     preset: str
@@ -64,7 +68,8 @@ class Experiment:
     choices: tuple[Choice, ...] = ()
     file: str = ""
     needs_weights: bool = True
-    seconds: Mapping[str, float] = field(default_factory=dict)  # of a round, as estimated: by method, "" for others
+    seconds: Mapping[str, float] = field(default_factory=lambda: {"": 1.0})
+    distilling: tuple[float, float] = (0.0, 0.0)
 
     @property
     def title(self) -> str:
@@ -83,45 +88,56 @@ class Experiment:
 
 GPU: Settings = {"run.precision": "bf16", "run.checkpoint_every": 10}
 SHIFTS: Settings = {"run.shifts": True}
-# Seconds of a round on one H200: docs/performance.md for perada and perada-no-kd; full models by the ratio of the
-# measured steps there (10.44 ms to 1.86 ms for 16 lanes; half of it where a client has one model).
-SECONDS = {"perada": 3.2, "perada-no-kd": 1.0, "ditto": 5.6, "pfedme": 9.0, "apfl": 6.0, "feddf": 5.0, "": 2.8}
-SMALL_SECONDS = {"perada": 1.0, "perada-no-kd": 0.4, "ditto": 1.2, "": 0.7}
-
-
-def kind(method: str) -> str:
-    """Adapters share a frozen backbone and full models share none, so they are trained together among themselves."""
-    return "adapters" if method.startswith("perada") else "full"
+# docs/performance.md for adapters; full models by the ratio of the measured steps there (10.44 ms to 1.86 ms for 16
+# lanes; half of it where a client has one model).
+SECONDS = {"perada": 1.0, "perada-no-kd": 1.0, "ditto": 5.6, "pfedme": 9.0, "apfl": 6.0, "": 2.8}
+DISTILLING = (0.4, 0.0031)
+SMALL_SECONDS = {"perada": 0.4, "perada-no-kd": 0.4, "ditto": 1.2, "": 0.7}
+SMALL_DISTILLING = (0.3, 0.003)
 
 
 def main_trials(seeds: Sequence[int]) -> tuple[Trial, ...]:
-    """The five methods and PerAda without its guard, seed by seed."""
+    """The five methods and PerAda without its guard.
+
+    A session on a borrowed GPU should end with complete runs: so few are trained together, a seed's adapters first,
+    which are what distillation is judged by, and of the full models (20 of them are nearly a gigabyte: nothing to carry
+    about) Ditto with its two a client alone.
+    """
     variants = {m: {"method.name": m} for m in MAIN} | {"perada-guard-none": GUARDLESS}
+    groups = {"adapters": ("perada", "perada-no-kd", "perada-guard-none"), "full": ("fedavg-ft", "standalone")}
+    groups["ditto"] = ("ditto",)
+    order = [("adapters", seed) for seed in seeds]
+    order += [(group, seed) for seed in seeds for group in ("full", "ditto")]
     return tuple(
-        Trial(f"{name}-{seed}", kind(name), {**settings, "run.seed": seed})
-        for seed in seeds
-        for name, settings in variants.items()
+        Trial(f"{name}-{seed}", f"{group}-{seed}", {**variants[name], "run.seed": seed})
+        for group, seed in order
+        for name in groups[group]
     )
 
 
-# Where the study begins: teachers normalised by the public data, a guard at the clients. Written out, so that settling
-# a preset by the study does not change what the study was.
+# Where the study begins: teachers normalised by the public data, a guard at the clients, and 150 steps: the paper's 500
+# cost more than all training of a round, so they are a run of their own. Written out, so that settling a preset by the
+# study does not change what the study was.
 BEGINNING: Settings = {
-    "distill.steps": 500,
+    "distill.steps": 150,
     "distill.lr": 1e-3,
     "distill.rounds": 0,
     "distill.teacher_norm": "public",
     "distill.student_norm": "batch",
     "distill.keep_stats": "average",
     "distill.guard": "clients",
-    "distill.candidates": [20, 60, 150, 500],
+    "distill.candidates": [20, 60, 150],
     "distill.pull": 0.0,
     "distill.weight_decay": 0.0,
 }
 
 
 def _study() -> Experiment:
-    """Stage by stage: what a stage chose is what the next one varies. 16 runs in all."""
+    """Stage by stage: what a stage chose is what the next one varies. 16 runs in all.
+
+    Runs that distil differently part after the first round, so that there is no training that they could share but
+    that one round of forty; what they do share is the pool of lanes.
+    """
 
     def stage(group: str, follows: str, **variants: Settings) -> tuple[Trial, ...]:
         named = {n.replace("_", "-"): s for n, s in variants.items()}
@@ -140,7 +156,7 @@ def _study() -> Experiment:
         Trial(  # the paper's text, read literally: shown, and chosen by nobody
             "as-written",
             "norms",
-            {**GUARDLESS, "distill.teacher_norm": "running", "distill.keep_stats": "student"},
+            {**GUARDLESS, "distill.teacher_norm": "running", "distill.keep_stats": "student", "distill.steps": 500},
             tested=False,
         ),
     )
@@ -149,14 +165,14 @@ def _study() -> Experiment:
         "norms",
         guard_none={"distill.guard": "none"},
         guard_server={"distill.guard": "server"},
-        candidates_early={"distill.candidates": [5, 10, 20, 40, 80]},
+        candidates_early={"distill.candidates": [5, 10, 20, 40]},
     )
     rate = stage(
         "rate",
         "guard",
         lr_3e_4={"distill.lr": 3e-4},
         lr_1e_4={"distill.lr": 1e-4},
-        steps_100={"distill.steps": 100},
+        steps_500={"distill.steps": 500},
     )
     hold = stage(
         "hold",
@@ -178,6 +194,7 @@ def _study() -> Experiment:
             for name, trials in stages.items()
         ),
         seconds=SECONDS,
+        distilling=DISTILLING,
     )
 
 
@@ -195,19 +212,17 @@ def points(preset: str, method: str, rates: Sequence[float]) -> list[Settings]:
 def tuned_trials(
     preset: str, methods: Sequence[str], rates: Sequence[float], rounds: int
 ) -> tuple[tuple[Trial, ...], tuple[Choice, ...]]:
-    """For each method the points of its grid for a few rounds, on validation data; then the runs that are tested,
-    side by side so that they are trained together."""
-    screened, tested, choices = list[Trial](), list[Trial](), list[Choice]()
+    """Method by method, so that what is stopped leaves whole ones: the points of its grid for a few rounds on
+    validation data, together, then the run that is tested."""
+    trials, choices = list[Trial](), list[Choice]()
     for method in methods:
-        short = {"train.rounds": rounds}
         grid = [
-            Trial(f"{method}-point-{i}", f"{method}-grid", {**settings, **short}, tested=False)
+            Trial(f"{method}-point-{i}", f"{method}-grid", {**settings, "train.rounds": rounds}, tested=False)
             for i, settings in enumerate(points(preset, method, rates))
         ]
-        screened += grid
-        tested.append(Trial(method, "tested", {"method.name": method}, follows=method))
+        trials += [*grid, Trial(method, method, {"method.name": method}, follows=method)]
         choices.append(Choice(method, tuple(t.name for t in grid)))
-    return (*screened, *tested), tuple(choices)
+    return tuple(trials), tuple(choices)
 
 
 def _others() -> Experiment:
@@ -219,15 +234,22 @@ def _others() -> Experiment:
         trials=trials,
         choices=choices,
         seconds=SECONDS,
+        distilling=DISTILLING,
     )
 
 
 def _ablations() -> Experiment:
-    perada = {"method.name": "perada"}
+    """Numbers of images are whole batches of 2,048: what is left over is not distilled on. Of PACS and the X-rays
+    there are 9,991 and 3,954, so the sets are compared at equal numbers."""
+    perada, own = {"method.name": "perada"}, resolve("cifar10", {}).distill.steps
     variants: dict[str, dict[str, Settings]] = {
         "base": {"perada": {}, "no-kd": {"method.name": "perada-no-kd"}},
-        "steps": {f"steps-{n}": {"distill.steps": n} for n in (50, 100, 200, 1000)},
-        "fraction": {f"images-{n}": {"distill.size": n} for n in (2500, 5000, 12500, 25000)},
+        "steps": {f"steps-{n}": {"distill.steps": n} for n in (20, 50, 150, 500) if n != own},
+        "images": {f"images-{n}": {"distill.size": n} for n in (2048, 8192, 24576)},
+        "sets": {
+            f"{name}-{n}": {"distill.data": file, "distill.size": n}
+            for name, file, n in (("pacs", PACS, 2048), ("pacs", PACS, 8192), ("xrays", XRAYS, 2048))
+        },
         "lam": {f"lam-{v:g}": {"method.lam": v} for v in (0.01, 0.1, 10.0)},
         "start": {"weights-random": {"model.weights": "random"}, "weights-fedavg": {"model.weights": "fedavg"}},
     }
@@ -241,9 +263,11 @@ def _ablations() -> Experiment:
             for name, settings in several.items()
         ),
         seconds=SECONDS,
+        distilling=DISTILLING,
     )
 
 
+PACS, XRAYS = "pacs_64.npz", "nih_cxr14_part001_64.npz"  # in the folder of data
 FIVE_LABELS = ["Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Effusion"]  # CheXpert's, by NIH's names
 
 
@@ -257,14 +281,16 @@ def experiments() -> dict[str, Experiment]:
         settings={**GPU, **SHIFTS},
         trials=main_trials(seeds),
         seconds=SECONDS,
+        distilling=DISTILLING,
     )
     pacs = Experiment(
         name="pacs",
         preset="office-home",
         settings={**GPU, "data.size": 64},
         trials=main_trials(seeds),
-        file="pacs_64.npz",
+        file=PACS,
         seconds=SMALL_SECONDS,
+        distilling=SMALL_DISTILLING,
     )
     xrays = Experiment(
         name="xrays",
@@ -280,8 +306,9 @@ def experiments() -> dict[str, Experiment]:
             "train.batch": 64,
         },
         trials=main_trials(seeds),
-        file="nih_cxr14_part001_64.npz",
+        file=XRAYS,
         seconds=SMALL_SECONDS,
+        distilling=SMALL_DISTILLING,
     )
     small = {"train.rounds": 3, "train.epochs": 1, "distill.steps": 5, "distill.candidates": [2], "run.eval_every": 1}
     digits = Experiment(
@@ -290,7 +317,6 @@ def experiments() -> dict[str, Experiment]:
         settings={**small, "run.shifts": False},
         trials=main_trials((0, 1)),
         needs_weights=False,
-        seconds={"": 1.0},
     )
     found = (_study(), main, _others(), _ablations(), pacs, xrays, digits)
     return {e.name: e for e in found}

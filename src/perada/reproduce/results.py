@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy import stats
 
 from .. import __version__
 from ..config import Config
@@ -185,6 +184,8 @@ def interval(values: Sequence[float]) -> Interval | None:
     n, mean = len(values), float(sum(values) / len(values))
     if n < 2:
         return Interval(mean, None, n)
+    from scipy import stats  # here, not above: slow to import, and every command imports this module
+
     spread = (sum((v - mean) ** 2 for v in values) / (n - 1)) ** 0.5
     return Interval(mean, float(stats.t.ppf(0.975, n - 1)) * spread / n**0.5, n)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from ..api import load, resumable, train
 from ..config import Config, resolve
 from ..data import Federation
-from ..errors import InputError, Interrupted, RunError
+from ..errors import InputError, Interrupted, RunError, unknown
 from ..lanes import Pool
 from ..plan import check_all, keep_backbone, once, shared_backbone, validated
 from ..rounds import Progress
 from ..runs import RunFolder, locked
 from ..simulate import Say, check
-from ..workers import jobs_for, share_lanes
+from ..workers import jobs_for, share_lanes, shares
 from . import results
 from .plans import Experiment, Trial
 from .results import Result
@@ -41,12 +41,14 @@ class Place:
     weights: str | None = None
     device: str | None = None
 
-    def here(self, experiment: Experiment) -> dict[str, Any]:
-        """Settings of this machine."""
+    def here(self, experiment: Experiment, trial: Trial) -> dict[str, Any]:
+        """Settings of this machine. A run's own public images are a file beside the data."""
         found: dict[str, Any] = {} if self.device is None else {"run.device": self.device}
         if self.data is not None:
             file = Path(self.data) / experiment.file
             found["data.root"] = str(file if experiment.file and file.is_file() else self.data)
+            if "distill.data" in trial.settings:
+                found["distill.data"] = str((Path(self.data) / trial.settings["distill.data"]).absolute())
         return found
 
     def start(self, experiment: Experiment, trial: Trial) -> dict[str, Any]:
@@ -61,13 +63,14 @@ class Clock:
 
     A round takes about as long as the ones before it, and a checkpoint has to be written after it; where a run ends
     with corrupted test images, that needs `finishing` seconds in one piece, or half of the whole time if that is less.
+    A run that is stopped stops no other: those beside it have rounds that fit still. But none is begun any more.
     """
 
     def __init__(
         self,
         minutes: float | None,
         reserve: float = 15.0,
-        finishing: float = 150.0,
+        finishing: float = 90.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.now, self.stopped = now, False
@@ -77,9 +80,10 @@ class Clock:
         self.finishing = finishing if whole is None else min(finishing, whole / 2)
 
     def over(self, needed: float) -> bool:
-        """Whether less than this many seconds are left; remembers that it was asked in vain."""
-        self.stopped = self.stopped or (self.end is not None and self.now() + needed > self.end)
-        return self.stopped
+        """Whether less than this many seconds are left; remembers that once it was so."""
+        over = self.end is not None and self.now() + needed > self.end
+        self.stopped = self.stopped or over
+        return over
 
     def watch(self, on_round: OnRound, shifts: bool) -> OnRound:
         """The same, interrupting the run where the next round would be one too many."""
@@ -92,7 +96,7 @@ class Clock:
             gaps.append(self.now() - before)
             before = self.now()
             last = progress.round >= progress.rounds and progress.stage == "training"
-            needed = self.reserve + 2 * max(gaps[-3:])
+            needed = self.reserve + 1.5 * max(gaps[-3:])
             if last:
                 needed = self.finishing if shifts else 0.0
             if self.over(needed):
@@ -115,10 +119,10 @@ class State:
     def left(self) -> list[str]:
         return [t.name for t in self.experiment.trials if t.name not in self.found]
 
-    @property
-    def ready(self) -> list[str]:
-        """The next runs: what can be trained of the first group that has any left."""
+    def ready(self, only: Collection[str] = ()) -> list[str]:
+        """The next runs: what can be trained of the first group that has any left; `only` those, or those groups."""
         several = [t for t in self.experiment.trials if t.name in self.settings and t.name not in self.found]
+        several = [t for t in several if not only or t.name in only or t.group in only]
         return [t.name for t in several if t.group == several[0].group]
 
 
@@ -146,16 +150,21 @@ def reproduce(
     place: Place,
     clock: Clock | None = None,
     together: int = 0,
+    only: Sequence[str] = (),
     on_run: OnRun = lambda at, total, name: None,
     on_round: OnRound = lambda progress: None,
     say: Say = lambda text: None,
 ) -> State:
-    """Train what is left until it is done or the time is over. `together`: runs at once; 0 is as many as is sensible on
-    this device (on a CPU one)."""
+    """Train what is left, or `only` such runs or groups, until it is done or the time is over. `together`: runs at
+    once; 0 is as many as is sensible on this device (on a CPU one)."""
     clock, state = clock or Clock(None), state_of(experiment, place.results)
+    known = [*experiment.groups, *(t.name for t in experiment.trials)]
+    for name in only:
+        if name not in known:
+            raise unknown("run", name, known)
     for run, keys in state.stale.items():
         say(f"{run}: its result was made with another {', '.join(keys)}: it is made anew")
-    if not state.ready:
+    if not state.ready(only):
         return state
     home = place.out / experiment.name
     try:
@@ -164,9 +173,9 @@ def reproduce(
         raise InputError(f"cannot write to {home}: {error.strerror}") from error
     with locked(home):
         work = _Work(state, place, home, clock, once(say), on_round, on_run, together)
-        while work.state.ready and not clock.over(clock.reserve):
+        while (names := work.state.ready(only)) and not clock.stopped and not clock.over(clock.reserve):
             before = work.state.left
-            work.group()
+            work.group(names)
             if work.state.left == before and not clock.stopped:  # it would be trained for ever
                 raise RunError(f"{experiment.name}: the results of {before[0]} are not of the run that was planned")
     return work.state
@@ -186,17 +195,16 @@ class _Work:
     together: int
     federation: Federation | None = None
 
-    def group(self) -> None:
-        """Train the runs that are ready, then see what their results made ready."""
-        names = self.state.ready
+    def group(self, names: Sequence[str]) -> None:
+        """Train these, then see what their results made ready."""
         configs = {n: self._config(n) for n in names}
         if self.federation is None:
             methods = {c.method_name: c for c in reversed(configs.values())}  # what is missing is missed now
             self.federation = check_all(methods.values())
         for config in configs.values():
             check(config, self.federation, config.make_method())
-        cuda = self.federation.device.type == "cuda"
-        many = self.together or (jobs_for(len(names), self.federation.device) if cuda else 1)
+        device = self.federation.device
+        many = self.together or (jobs_for(len(names), device) if shares(device) else 1)
         if many > 1:
             try:
                 share_lanes(names, many, lambda name, pool: self._one(name, configs[name], many, pool), self._done)
@@ -217,7 +225,7 @@ class _Work:
             and "model.weights" not in trial.settings
         ):
             self.say(f"no --weights given: {resolve(experiment.preset, {}).model.weights} weights")
-        more = {**self.place.here(experiment), **self.place.start(experiment, trial)}
+        more = {**self.place.here(experiment, trial), **self.place.start(experiment, trial)}
         return resolve(experiment.preset, {**self.state.settings[name], **more})
 
     def _done(self, name: str) -> None:
@@ -269,13 +277,14 @@ class _Work:
     ) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
         """Its rows of metrics, and its summary or last row."""
         path, experiment = self.home / name, self.state.experiment
+        trial = experiment.trial(name)
         assert self.federation is not None
         started = (path / "config.toml").is_file()
         if path.exists() and not started:
             shutil.rmtree(path)  # a kill left a folder with nothing in it
         if started:
             _same(path, config)
-        if not experiment.trial(name).tested:
+        if not trial.tested:
             splits = ("val", "server") if len(self.federation.server_val) else ("val",)
             last = validated(self.home, path, config, self.federation, on_round, self.say, splits, pool)
             return RunFolder(path).metrics(), last
@@ -283,9 +292,9 @@ class _Work:
             run = load(path)
             return run.metrics, run.summary
         shared = shared_backbone(self.home, config)
-        settings = self.place.here(experiment)
+        settings = self.place.here(experiment, trial)
         if not started:
-            settings |= {**self.state.settings[name], **self.place.start(experiment, experiment.trial(name))}
+            settings = {**self.state.settings[name], **settings, **self.place.start(experiment, trial)}
         run = train(
             experiment.preset,
             set=settings,
