@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from perada import cli
+from perada.config import resolve
 from perada.reproduce import paper, results
 from perada.reproduce.document import document, write_document
 from perada.reproduce.plans import REPORTED, experiments
 from perada.reproduce.running import state_of
+from perada.reproduce.study import settled, validation_of
 
 from .tiny import result
 
@@ -36,6 +38,16 @@ def test_the_checked_in_results_are_small_and_hold_no_path() -> None:
         text = path.read_text("utf8")
         assert len(text) < 100_000, path
         assert not re.search(r'"/(home|root|tmp|work|mnt)/', text), path
+
+
+def test_the_preset_is_what_the_study_settled() -> None:
+    """Once it is settled, nobody has to remember to write it down."""
+    study = experiments()["distill-study"]
+    held = state_of(study, HOME / "results").found
+    chosen = settled(study, {n: validation_of(r) for n, r in held.items()})
+    own = resolve(study.preset, {}).flat()
+    for key, value in (chosen or {}).items():
+        assert own[key] == (tuple(value) if isinstance(value, list) else value), key
 
 
 def fill(root: Path, name: str, **values: Any) -> None:
@@ -109,7 +121,7 @@ def test_every_section_and_figure_of_a_complete_set(tmp_path: Path) -> None:
         assert "nothing measured" not in drawing, name
     study = section(text, "distill-study")
     assert "| no-kd | norms | no distillation |" in study
-    assert "Settled: `distill.lr" in study or "Settled: `distill." in study
+    assert "Settled, and what the preset `cifar10` has: `distill.candidates" in study
     assert "| 10 of 200 (5%) |" in study
     assert section(text, "others").count("\n| fed") >= 10
     left = section(text, "What is missing")

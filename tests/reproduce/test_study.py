@@ -61,12 +61,13 @@ def test_a_stage_hands_on_its_winner_and_waits_for_all_of_its_runs() -> None:
     assert (long["distill.lr"], long["distill.steps"]) == (0.05, 12)
     found |= of(long=(80.0, 59.0, "none"), pulled=(80.0, 58.0, "none"))
     assert winner(study, "second", found) == "fast", "nobody beat the one before"
-    assert settled(study, found) == {"distill.lr": 0.05}
+    own = {k: v for k, v in study.settings.items() if k.startswith("distill.")}
+    assert settled(study, found) == {**own, "distill.lr": 0.05}
     end = settings_of(study, study.trial("end"), found)
     assert end is not None
     assert (end["train.rounds"], end["distill.lr"], end["distill.steps"]) == (3, 0.05, 4)
     found |= of(pulled=(80.0, 61.0, "none"))
-    assert settled(study, found) == {"distill.lr": 0.05, "distill.pull": 10.0}
+    assert settled(study, found) == {**own, "distill.lr": 0.05, "distill.pull": 10.0}
 
 
 def changed(part: str) -> Callable[..., Federation]:

@@ -230,8 +230,8 @@ def _study(state: State, figures: dict[str, str]) -> list[str]:
     chosen = settled(experiment, seen)
     if chosen is None:
         return [*lines, "Not settled yet: a stage is not complete.", ""]
-    words = ", ".join(f"`{k} = {v}`" for k, v in sorted(chosen.items())) or "the settings the study begins with"
-    return [*lines, f"Settled: {words}.", ""]
+    words = ", ".join(f"`{k} = {v}`" for k, v in sorted(chosen.items()))
+    return [*lines, f"Settled, and what the preset `{experiment.preset}` has: {words}.", ""]
 
 
 def _changed(experiment: Experiment, result: Result) -> str:

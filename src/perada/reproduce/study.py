@@ -82,11 +82,11 @@ def settings_of(experiment: Experiment, trial: Trial, found: Mapping[str, Valida
 
 
 def settled(experiment: Experiment, found: Mapping[str, Validation]) -> dict[str, Any] | None:
-    """What the last choice of a staged experiment came to, beside what all its runs have: for the preset."""
+    """The whole recipe that the last choice of a staged experiment came to: what the preset is to have."""
     if not experiment.choices:
         return None
     best = winner(experiment, experiment.choices[-1].name, found)
     if best is None:
         return None
     whole = settings_of(experiment, experiment.trial(best), found) or {}
-    return {k: v for k, v in whole.items() if experiment.settings.get(k) != v and k != "method.name"}
+    return {k: v for k, v in whole.items() if k.startswith("distill.")}
