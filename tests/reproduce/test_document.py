@@ -97,6 +97,11 @@ def test_the_main_table_has_both_numbers_and_the_difference_with_its_interval(tm
     assert "| the paper's | +0.55 | +5.24 | +4.08 | +2.55 |" in lines[1]
     assert "Global above zero with its whole interval: **yes**; Local not below −0.3: **yes**" in text
     assert "18 of 18 runs, 18.0 minutes in all, 2026-11-15, none, torch 0." in text
+    order = next(line for line in text.splitlines() if line.startswith("- Global:"))
+    assert order.startswith(
+        "- Global: perada > perada-no-kd > fedavg-ft > standalone > ditto; the paper: perada > ditto >"
+    )
+    assert order.endswith("7 of 10 pairs agree.")
 
 
 def test_a_target_that_is_missed_is_said_plainly(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_the_ablations_have_every_axis_that_the_issue_asks_for() -> None:
 
 def test_the_study_varies_every_setting_of_the_design_space() -> None:
     study = experiments()["distill-study"]
-    assert len(study.trials) == 16
+    assert len(study.trials) == 18
     varied = {k for t in study.trials for k, v in t.settings.items() if study.settings.get(k) != v}
     keys = ("teacher_norm", "student_norm", "keep_stats", "guard", "candidates", "lr", "steps", "rounds", "pull")
     assert {f"distill.{k}" for k in (*keys, "weight_decay")} <= varied

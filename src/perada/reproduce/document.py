@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -164,11 +165,27 @@ def _main(state: State, figures: dict[str, str]) -> list[str]:
             row += [MISSING if found is None else found.text(), _number(paper.of(name, metric, variant))]
         rows.append([*row, accepted(several)])
     lines += pipes([*head, "guard accepted"], rows)
-    lines += _differences(name, runs, metrics)
+    lines += [*_differences(name, runs, metrics), *_orders(name, runs, metrics)]
     for split, words in (("global_test", "Global-test"), ("local_test", "Local-test")):
         figures[f"{name}-{split}.svg"] = drawings.convergence(runs, split, f"{name}: {words} over rounds")
         lines += [f"![{words} over rounds](results/{name}-{split}.svg)"]
     return [*lines, ""]
+
+
+def _orders(name: str, runs: Mapping[str, Sequence[Result]], metrics: Sequence[str]) -> list[str]:
+    """Whether the methods come in the paper's order, best first."""
+    lines = ["The order of methods, best first, ours and the paper's:", ""]
+    for metric in metrics:
+        means = {variant: over_seeds(several, metric) for variant, several in runs.items()}
+        both = {v: (m.mean, p) for v, m in means.items() if m and (p := paper.of(name, metric, v)) is not None}
+        if len(both) < 2:
+            continue
+        ours, theirs = (sorted(both, key=lambda v, i=i: -both[v][i]) for i in (0, 1))  # type: ignore[misc]
+        pairs = list(itertools.combinations(theirs, 2))
+        same = sum(ours.index(a) < ours.index(b) for a, b in pairs)
+        shown = " > ".join(ours), " > ".join(theirs)
+        lines.append(f"- {metric}: {shown[0]}; the paper: {shown[1]}. {same} of {len(pairs)} pairs agree.")
+    return [*lines, ""] if len(lines) > 2 else []
 
 
 def _differences(name: str, runs: Mapping[str, Sequence[Result]], metrics: Sequence[str]) -> list[str]:
@@ -238,7 +255,7 @@ def _changed(experiment: Experiment, result: Result) -> str:
     hidden = {"method.name", "run.seed", "train.rounds"}
     kept = {k: v for k, v in result["settings"].items() if k not in hidden and experiment.settings.get(k, MISSING) != v}
     shown = ", ".join(f"{k.partition('.')[2]} {v}" for k, v in kept.items())
-    return shown or ("no distillation" if result["method"] == "perada-no-kd" else "as begun")
+    return shown or ("no distillation" if result["method"] == "perada-no-kd" else "as it begins")
 
 
 # the other methods, the ablations
@@ -250,12 +267,13 @@ def _others(state: State, figures: dict[str, str]) -> list[str]:
         return ["Only points of the searches are done.", ""]
     metrics, rows = _measured(tested), []
     for name, (result,) in tested.items():
-        row = [name, _changed(state.experiment, result)]
+        row = [name, _changed(state.experiment, result).replace("as it begins", "the preset's")]
         for metric in metrics:
             row += [_number(value(result, metric)), _number(paper.of("others", metric, name))]
         rows.append(row)
     head = ["method", "tuned", *(word for metric in metrics for word in (metric, "paper"))]
-    return ["One seed: differences of a point mean little. The paper has 200 rounds.", "", *pipes(head, rows)]
+    lines = ["One seed: differences of a point mean little. The paper has 200 rounds.", "", *pipes(head, rows)]
+    return [*lines, *_orders("others", tested, metrics)]
 
 
 ABLATIONS = {

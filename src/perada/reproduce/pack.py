@@ -56,7 +56,7 @@ class _Joined(io.RawIOBase):
     """The pieces, read as one file; each is checked before a byte of it is given."""
 
     def __init__(self, folder: Path, pieces: list[dict[str, Any]]) -> None:
-        self.left, self.held = iter([(folder / p["name"], p) for p in pieces]), b""
+        self.left, self.held = iter([(folder / p["name"], p) for p in pieces]), memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -66,7 +66,7 @@ class _Joined(io.RawIOBase):
             path, piece = next(self.left, (None, {}))
             if path is None:
                 return 0
-            self.held = _checked(path, piece)
+            self.held = memoryview(_checked(path, piece))
         size = min(len(buffer), len(self.held))
         buffer[:size], self.held = self.held[:size], self.held[size:]
         return size
