@@ -15,7 +15,7 @@ from ..tables import house_table
 from ..watch import watched
 from . import pack as packing
 from .document import write_document
-from .overview import overview, words
+from .overview import corrections, overview, words
 from .plans import NAMES, TITLES, experiments
 from .running import Clock, Place, lay_over, reproduce, state_of
 from .study import settled, validation_of
@@ -66,7 +66,7 @@ def _command(name: str) -> Callable[..., None]:
         if as_json:
             print_json({**found, "settled": _settled(name, results)})
             return
-        tell(words(overview(experiments()[name], results, out_dir)))
+        tell(words(overview(experiments()[name], results, out_dir, corrections(results))))
         if chosen := _settled(name, results):
             tell(f"settled by validation data: {chosen}")
 
@@ -89,7 +89,8 @@ for _name in NAMES:
 @app.command("list")
 def list_command(results: Results = RESULTS, out_dir: Out = RUNS, as_json: AsJson = False) -> None:
     """The experiments: runs done and left, and their minutes."""
-    found = [overview(e, results, out_dir) for e in experiments().values()]
+    known = corrections(results)
+    found = [overview(e, results, out_dir, known) for e in experiments().values()]
     if as_json:
         print_json(found)
         return

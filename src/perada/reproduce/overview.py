@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,16 @@ from .plans import Experiment, experiments
 from .running import State, state_of
 
 SHIFTED = 30.0  # seconds of the 95 corrupted test sets at the end of a run, estimated
-METHOD = tuple[str, str]  # (preset, method)
+Kind = tuple[str, str]  # (preset, method)
 
 
-def overview(experiment: Experiment, root: Path, out: Path) -> dict[str, Any]:
-    """One line of `perada reproduce list`.
+def overview(experiment: Experiment, root: Path, out: Path, known: Mapping[Kind, float]) -> dict[str, Any]:
+    """One line of `perada reproduce list`; `known` are `corrections`.
 
     Minutes are of the machine: runs that were trained together share theirs. What is left is an estimate, corrected by
     what runs of the same method took (on any machine); `measured` says whether there are such of all that is left.
     """
-    state, known = state_of(experiment, root), corrections(root)
+    state = state_of(experiment, root)
     begun, seconds, measured = dict[str, list[int]](), 0.0, True
     for name in state.left:
         config = state.configs.get(name) or _likely(experiment, name)
@@ -59,11 +60,11 @@ def taken(result: dict[str, Any]) -> float:
     return float(result["seconds"]) / int(result["together"])
 
 
-def corrections(root: Path) -> dict[METHOD, float]:
+def corrections(root: Path) -> dict[Kind, float]:
     """What runs took beside what was expected of them."""
-    spent, wanted = dict[METHOD, float](), dict[METHOD, float]()
+    spent, wanted = dict[Kind, float](), dict[Kind, float]()
     for one in experiments().values():
-        state: State = state_of(one, root)
+        state = state_of(one, root) if (root / one.name).is_dir() else State(one)
         for name, result in state.found.items():
             key = one.preset, result["method"]
             spent[key] = spent.get(key, 0.0) + taken(result)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
 from typing import Any, Literal
 
 from ..config import resolve
@@ -132,72 +131,57 @@ BEGINNING: Settings = {
 }
 
 
+# Stage by stage: what a stage chose is what the next one varies. Without a guard 150 steps at 1e-3 are known to hurt,
+# so that such a run cannot win its stage; the last stage has two more without one, that distil gently, or in the first
+# rounds alone.
+STAGES: dict[str, dict[str, Settings]] = {
+    "norms": {
+        "default": {},
+        "teacher-running": {"distill.teacher_norm": "running"},
+        "student-frozen": {"distill.student_norm": "frozen"},
+        "stats-student": {"distill.keep_stats": "student"},
+    },
+    "guard": {
+        "guard-none": {"distill.guard": "none"},
+        "guard-server": {"distill.guard": "server"},
+        "candidates-early": {"distill.candidates": [5, 10, 20, 40]},
+    },
+    "rate": {
+        "lr-3e-4": {"distill.lr": 3e-4},
+        "lr-1e-4": {"distill.lr": 1e-4},
+        "steps-500": {"distill.steps": 500},
+    },
+    "hold": {
+        "rounds-10": {"distill.rounds": 10},
+        "pull-weak": {"distill.pull": 0.01},
+        "pull-strong": {"distill.pull": 0.1},
+        "decay": {"distill.weight_decay": 1e-3},
+        "none-gentle": {"distill.guard": "none", "distill.lr": 1e-4, "distill.steps": 50, "distill.pull": 0.1},
+        "none-rounds-10": {"distill.guard": "none", "distill.rounds": 10},
+    },
+}
+
+
 def _study() -> Experiment:
-    """Stage by stage: what a stage chose is what the next one varies. 18 runs in all.
-
-    Without a guard 150 steps at 1e-3 are known to hurt, so that such a run cannot win its stage; the last stage has two
-    more without one, that distil gently, or in the first rounds alone.
-
-    Runs that distil differently part after the first round, so that there is no training that they could share but
-    that one round of forty; what they do share is the pool of lanes.
-    """
-
-    def stage(group: str, follows: str, **variants: Settings) -> tuple[Trial, ...]:
-        named = {n.replace("_", "-"): s for n, s in variants.items()}
-        return tuple(Trial(n, group, {"method.name": "perada", **s}, follows, False) for n, s in named.items())
-
-    norms = stage(
-        "norms",
-        "",
-        default={},
-        teacher_running={"distill.teacher_norm": "running"},
-        student_frozen={"distill.student_norm": "frozen"},
-        stats_student={"distill.keep_stats": "student"},
-    )
-    shown = (
+    """The stages, the run without distillation, and the paper's text read literally, which is shown and chosen by
+    nobody. Runs that distil differently part after the first round, so that there is no training that they could share
+    but that one round of forty; what they do share is the pool of lanes."""
+    literally = {"distill.teacher_norm": "running", "distill.keep_stats": "student", "distill.steps": 500}
+    trials = [
         Trial("no-kd", "norms", {"method.name": "perada-no-kd"}, tested=False),
-        Trial(  # the paper's text, read literally: shown, and chosen by nobody
-            "as-written",
-            "norms",
-            {**GUARDLESS, "distill.teacher_norm": "running", "distill.keep_stats": "student", "distill.steps": 500},
-            tested=False,
-        ),
-    )
-    guard = stage(
-        "guard",
-        "norms",
-        guard_none={"distill.guard": "none"},
-        guard_server={"distill.guard": "server"},
-        candidates_early={"distill.candidates": [5, 10, 20, 40]},
-    )
-    rate = stage(
-        "rate",
-        "guard",
-        lr_3e_4={"distill.lr": 3e-4},
-        lr_1e_4={"distill.lr": 1e-4},
-        steps_500={"distill.steps": 500},
-    )
-    hold = stage(
-        "hold",
-        "rate",
-        rounds_10={"distill.rounds": 10},
-        pull_weak={"distill.pull": 0.01},
-        pull_strong={"distill.pull": 0.1},
-        decay={"distill.weight_decay": 1e-3},
-        none_gentle={"distill.guard": "none", "distill.lr": 1e-4, "distill.steps": 50, "distill.pull": 0.1},
-        none_rounds_10={"distill.guard": "none", "distill.rounds": 10},
-    )
-    stages = {"norms": norms, "guard": guard, "rate": rate, "hold": hold}
-    before = dict(zip(stages, ["", *stages], strict=False))
+        Trial("as-written", "norms", {**GUARDLESS, **literally}, tested=False),
+    ]
+    choices, before = list[Choice](), ""
+    for stage, variants in STAGES.items():
+        trials += [Trial(n, stage, {"method.name": "perada", **s}, before, False) for n, s in variants.items()]
+        choices.append(Choice(stage, tuple(variants), "study", before, "no-kd"))
+        before = stage
     return Experiment(
         name="distill-study",
         preset="cifar10",
         settings={**GPU, **BEGINNING, "train.rounds": 40, "data.server_val": 0.05},
-        trials=(*shown, *chain.from_iterable(stages.values())),
-        choices=tuple(
-            Choice(name, tuple(t.name for t in trials), "study", before[name], "no-kd")
-            for name, trials in stages.items()
-        ),
+        trials=tuple(trials),
+        choices=tuple(choices),
         seconds=SECONDS,
         distilling=DISTILLING,
     )
