@@ -50,7 +50,8 @@ def words(found: dict[str, Any]) -> str:
     if not found["left"]:
         return line
     how = "as such runs took" if found["measured"] else "estimated"
-    line += f"; about {found['minutes_left']:.0f} minutes left ({how}), the same command goes on"
+    left = found["minutes_left"]
+    line += f"; about {left:.{0 if left >= 10 else 1}f} minutes left ({how}), the same command goes on"
     several = [f"{name} at round {at} of {rounds}" for name, (at, rounds) in found["begun"].items()]
     return line + (f". Begun: {', '.join(several)}" if several else "")
 
