@@ -62,12 +62,14 @@ def _command(name: str) -> Callable[..., None]:
         place = Place(out_dir, results, data, file, device)
         with watched() as watch:
             state = reproduce(experiments()[name], place, clock, together, some, watch.run, watch.round, say)
-        found = {"experiment": name, "done": list(state.found), "left": state.left, "stopped": clock.stopped}
+        stands = overview(experiments()[name], results, out_dir, corrections(results))
+        chosen = _settled(name, results)
         if as_json:
-            print_json({**found, "settled": _settled(name, results)})
+            found = {"done": list(state.found), "left": state.left, "stopped": clock.stopped, "settled": chosen}
+            print_json({**stands, **found})
             return
-        tell(words(overview(experiments()[name], results, out_dir, corrections(results))))
-        if chosen := _settled(name, results):
+        tell(words(stands))
+        if chosen:
             tell(f"settled by validation data: {chosen}")
 
     command.__doc__ = f"{TITLES[name]}."
