@@ -20,7 +20,7 @@ from .tiny import experiment
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """`main` with the digits: two seeds, three rounds, four evaluated methods of which one has a last stage."""
-    trials = [t for t in main_trials((0, 1)) if not t.name.startswith(("ditto", "standalone"))]
+    trials = [t for t in main_trials("digits", (0, 1)) if not t.name.startswith(("ditto", "standalone"))]
     held = {**experiments(), "main": replace(experiment(*trials, train__rounds=3), name="main")}
     for module in (commands, overview, document):
         monkeypatch.setattr(module, "experiments", lambda: held)

@@ -6,7 +6,7 @@ import pytest
 
 from perada.config import resolve
 from perada.methods import REGISTRY
-from perada.reproduce import results
+from perada.reproduce import plans, results
 from perada.reproduce.plans import MAIN, NAMES, Experiment, experiments
 from perada.reproduce.study import settings_of
 
@@ -38,7 +38,8 @@ def test_a_choice_is_made_of_runs_that_stand_before_those_that_follow_it(name: s
 
 def test_the_main_table_has_what_the_issue_asks_for() -> None:
     main = experiments()["main"]
-    wanted = {(m, seed, "clients") for m in MAIN for seed in (0, 1, 2)} | {("perada", s, "none") for s in (0, 1, 2)}
+    own = resolve("cifar10", {}).distill.guard
+    wanted = {(m, seed, own) for m in MAIN for seed in (0, 1, 2)} | {("perada", s, "none") for s in (0, 1, 2)}
     configs = [resolve(main.preset, {**main.settings, **t.settings}) for t in main.trials]
     assert {(c.method_name, c.run.seed, c.distill.guard) for c in configs} == wanted
     assert {c.train.rounds for c in configs} == {200}
@@ -65,6 +66,13 @@ def test_a_session_on_the_main_table_ends_with_complete_seeds() -> None:
         assert len(names) <= 3
         assert all(n.startswith("perada") for n in names) == group.startswith("adapters")
         assert len({t.settings["run.seed"] for t in main.trials if t.group == group}) == 1
+
+
+def test_a_preset_that_is_settled_without_a_guard_has_no_second_row_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = plans.resolve
+    assert any("guard-none" in t.name for t in plans.main_trials("cifar10", (0,)))
+    monkeypatch.setattr(plans, "resolve", lambda source, more: real(source, {**more, "distill.guard": "none"}))
+    assert [t.name for t in plans.main_trials("cifar10", (0,)) if "guard" in t.name] == []
 
 
 def test_the_ablations_have_every_axis_that_the_issue_asks_for() -> None:

@@ -95,8 +95,8 @@ SMALL_SECONDS = {"perada": 0.4, "perada-no-kd": 0.4, "ditto": 1.2, "": 0.7}
 SMALL_DISTILLING = (0.3, 0.003)
 
 
-def main_trials(seeds: Sequence[int]) -> tuple[Trial, ...]:
-    """The five methods and PerAda without its guard.
+def main_trials(preset: str, seeds: Sequence[int]) -> tuple[Trial, ...]:
+    """The five methods and PerAda without its guard, where the preset has one.
 
     A session on a borrowed GPU should end with complete runs: so few are trained together, a seed's adapters first,
     which are what distillation is judged by, and of the full models (20 of them are nearly a gigabyte: nothing to carry
@@ -105,6 +105,8 @@ def main_trials(seeds: Sequence[int]) -> tuple[Trial, ...]:
     variants = {m: {"method.name": m} for m in MAIN} | {"perada-guard-none": GUARDLESS}
     groups = {"adapters": ("perada", "perada-no-kd", "perada-guard-none"), "full": ("fedavg-ft", "standalone")}
     groups["ditto"] = ("ditto",)
+    if resolve(preset, {}).distill.guard == "none":
+        groups["adapters"] = groups["adapters"][:2]
     order = [("adapters", seed) for seed in seeds]
     order += [(group, seed) for seed in seeds for group in ("full", "ditto")]
     return tuple(
@@ -268,7 +270,7 @@ def experiments() -> dict[str, Experiment]:
         name="main",
         preset="cifar10",
         settings={**GPU, **SHIFTS},
-        trials=main_trials(seeds),
+        trials=main_trials("cifar10", seeds),
         seconds=SECONDS,
         distilling=DISTILLING,
     )
@@ -276,7 +278,7 @@ def experiments() -> dict[str, Experiment]:
         name="pacs",
         preset="office-home",
         settings={**GPU, "data.size": 64},
-        trials=main_trials(seeds),
+        trials=main_trials("office-home", seeds),
         file=PACS,
         seconds=SMALL_SECONDS,
         distilling=SMALL_DISTILLING,
@@ -294,7 +296,7 @@ def experiments() -> dict[str, Experiment]:
             "train.cohort": 0,
             "train.batch": 64,
         },
-        trials=main_trials(seeds),
+        trials=main_trials("chexpert", seeds),
         file=XRAYS,
         seconds=SMALL_SECONDS,
         distilling=SMALL_DISTILLING,
@@ -304,7 +306,7 @@ def experiments() -> dict[str, Experiment]:
         name="digits",
         preset="digits",
         settings={**small, "run.shifts": False},
-        trials=main_trials((0, 1)),
+        trials=main_trials("digits", (0, 1)),
         needs_weights=False,
     )
     found = (_study(), main, _others(), _ablations(), pacs, xrays, digits)
