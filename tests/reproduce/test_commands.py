@@ -49,7 +49,7 @@ def test_the_list_tells_what_is_left_and_by_which_numbers(tmp_path: Path, capsys
 
     before = listed()
     assert tuple(before) == NAMES
-    assert before["main"]["left"] == 18
+    assert before["main"]["left"] == len(experiments()["main"].trials) >= 15
     assert not before["main"]["measured"]
     assert before["digits"]["minutes_left"] == pytest.approx(2 * 2 / 60), "two rounds each, estimated at a second"
     assert cli.main(words(tmp_path, "digits")) == 0

@@ -69,10 +69,9 @@ def test_a_session_on_the_main_table_ends_with_complete_seeds() -> None:
 
 
 def test_a_preset_that_is_settled_without_a_guard_has_no_second_row_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = plans.resolve
-    assert any("guard-none" in t.name for t in plans.main_trials("cifar10", (0,)))
-    monkeypatch.setattr(plans, "resolve", lambda source, more: real(source, {**more, "distill.guard": "none"}))
-    assert [t.name for t in plans.main_trials("cifar10", (0,)) if "guard" in t.name] == []
+    for guard, rows in (("clients", ["perada-guard-none-0"]), ("none", [])):
+        monkeypatch.setattr(plans, "resolve", lambda source, more, g=guard: resolve(source, {"distill.guard": g}))
+        assert [t.name for t in plans.main_trials("cifar10", (0,)) if "guard" in t.name] == rows
 
 
 def test_the_ablations_have_every_axis_that_the_issue_asks_for() -> None:

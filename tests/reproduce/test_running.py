@@ -225,8 +225,12 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(whole: Path, tmp_path: Path, 
     def _stop() -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match="saved"):
-        reproduce(two(train__rounds=4), place(tmp_path), together=together, on_round=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with pytest.raises(Interrupted, match="saved"):
+            reproduce(two(train__rounds=4), place(tmp_path), together=together, on_round=interrupt)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert any((tmp_path / "runs" / "digits").glob("*/checkpoints/round-0002"))
     assert reproduce(two(train__rounds=4), place(tmp_path)).left == []
     if together == 1:
