@@ -106,14 +106,17 @@ def test_extreme_logits_stay_finite(multilabel: bool) -> None:
 # The steps.
 
 
-def adam_by_hand(w: list[float], teacher: list[float], rates: list[float]) -> list[list[float]]:
-    """Adam on KL(teacher ‖ softmax(w)) for x = 1, where the gradient is softmax(w) − softmax(teacher)."""
-    p = double(teacher).softmax(-1)[0].tolist()
+def adam_by_hand(
+    w: list[float], teacher: list[float], rates: list[float], pull: float = 0.0, decay: float = 0.0
+) -> list[list[float]]:
+    """Adam on KL(teacher ‖ softmax(w)) for x = 1, where the gradient is softmax(w) − softmax(teacher), and on
+    pull/2 ‖w − start‖² + decay/2 ‖w‖²."""
+    p, start = double(teacher).softmax(-1)[0].tolist(), w
     m, s, out = [0.0] * len(w), [0.0] * len(w), []
     for r, rate in enumerate(rates, 1):
         q = double(w).softmax(-1)[0].tolist()
         for j in range(len(w)):
-            g = q[j] - p[j]
+            g = q[j] - p[j] + pull * (w[j] - start[j]) + decay * w[j]
             m[j], s[j] = 0.9 * m[j] + 0.1 * g, 0.999 * s[j] + 0.001 * g * g
             w = [*w[:j], w[j] - rate * (m[j] / (1 - 0.9**r)) / (math.sqrt(s[j] / (1 - 0.999**r)) + 1e-8), *w[j + 1 :]]
         out.append(w)
@@ -130,6 +133,30 @@ def test_the_steps_are_adams_with_the_rate_of_the_schedule(schedule: Any) -> Non
         pixel_model(0.0, 0.0), lanes_of([0.3, -0.2]), lanes_of([2.0, -1.0], [1.0, 1.0]), [ONE], options, False, 0
     )
     assert np.allclose(weights_of(found), adam_by_hand([0.3, -0.2], [1.5, 0.0], rates), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("pull", "decay"), [(0.7, 0.0), (0.0, 0.3), (0.7, 0.3)])
+def test_a_pull_and_weight_decay_are_in_the_loss(pull: float, decay: float) -> None:
+    """Through a candidate: the pull's centre is the average, not the student at the last candidate."""
+    options = Distill(steps=6, lr=0.05, schedule="constant", candidates=(2,), pull=pull, weight_decay=decay)
+    start, teachers = lanes_of([0.3, -0.2]), lanes_of([2.0, -1.0], [1.0, 1.0])
+    found, _ = distill(pixel_model(0.0, 0.0), start, teachers, [ONE], options, False, 0)
+    by_hand = adam_by_hand([0.3, -0.2], [1.5, 0.0], [0.05] * 6, pull, decay)
+    assert np.allclose(weights_of(found), [by_hand[1], by_hand[5]], rtol=0, atol=1e-12)
+    assert not np.allclose(by_hand[5], adam_by_hand([0.3, -0.2], [1.5, 0.0], [0.05] * 6)[5], atol=1e-3)
+
+
+def test_a_strong_pull_holds_the_student_at_the_average() -> None:
+    """The loss's minimum is where KL's gradient is pull · distance: at most 1/pull away in each weight."""
+    options = Distill(steps=2000, lr=0.01, guard="none", pull=1e3)
+    found, _ = distill(pixel_model(0.0, 0.0), lanes_of([0.3, -0.2]), lanes_of([9.0, -9.0]), [ONE], options, False, 0)
+    assert np.allclose(weights_of(found), [[0.3, -0.2]], atol=1.1e-3)
+
+
+@pytest.mark.parametrize("key", ["pull", "weight_decay"])
+def test_a_negative_pull_or_decay_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key} must not be negative, not -1"):
+        Distill(**{key: -1.0})  # type: ignore[arg-type]
 
 
 def test_the_trace_is_the_loss_before_each_step() -> None:

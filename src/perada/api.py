@@ -302,12 +302,16 @@ def _resume(
     say: Say,
     on_round: Callable[[Progress], None],
 ) -> tuple[Run, Simulation]:
-    """The run as its folder describes it. Only the device, its lanes, the number of rounds and where your own data
-    are may be given anew."""
+    """The run as its folder describes it. Only the device, its lanes, the number of rounds and where your own data and
+    the public images are may be given anew."""
     path = Path(out) if out is not None else newest_path(default_out(source, resolve(source, overrides)))
     folder = RunFolder.open(path)
     stored = str(path / "config.toml")
-    may = {k: v for k, v in overrides.items() if k in ("run.device", "run.lanes", "train.rounds", "data.root")}
+    free = ["run.device", "run.lanes", "train.rounds", "data.root"]
+    there, here = (Path(str(p)) for p in (resolve(stored).distill.data, overrides.get("distill.data", "")))
+    if there.name == here.name and there.is_absolute() and here.is_absolute():
+        free.append("distill.data")  # the same file, elsewhere
+    may = {k: v for k, v in overrides.items() if k in free}
     if resolve(stored, overrides) != (config := resolve(stored, may)):
         key = next(k for k in overrides if resolve(stored, {**may, k: overrides[k]}) != config)
         raise InputError(f"{path} was made with another {key}: resume it without that setting, or choose another --out")

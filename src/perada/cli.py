@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -10,38 +9,30 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from . import __version__, standings, tables
 from .api import Run, default_source, load, train
 from .compare import compare
 from .config import parse_grid, parse_setting, presets, resolve
-from .data import data_home, download
+from .console import AsJson, out, print_json, say, tell
+from .data.commands import app as data_app
 from .errors import InputError, RunError
 from .machine import keep_memory
 from .methods import REGISTRY, method_sizes
 from .models import count_groups
 from .report import write_partition, write_report
+from .reproduce.commands import app as reproduce_app
 from .runs import device_of
 from .tune import tune
-from .watch import err, watched
+from .watch import watched
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
-data_app = typer.Typer(no_args_is_help=True, help="Fetch the data sets of the paper.")
 app.add_typer(data_app, name="data")
+app.add_typer(reproduce_app, name="reproduce")
 if find_spec("flwr"):
     from .flower.commands import app as flower_app
 
     app.add_typer(flower_app, name="flower")
-out = Console(markup=False)
 
 Source = Annotated[
     str | None,
@@ -52,16 +43,11 @@ Source = Annotated[
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="section.key=value, repeatable")]
 Methods = Annotated[str | None, typer.Option(metavar="A,B,C | all", help="default all")]
-AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 Lanes = Annotated[str | None, typer.Option(metavar="auto | N", help="most lanes at once; auto: as many as fit")]
 DataPath = Annotated[
     str | None, typer.Option("--data", metavar="PATH", help="your own: site/class/image.png, .npz or .csv")
 ]
-
-
-def _print_json(value: object) -> None:
-    print(json.dumps(value, indent=1))
 
 
 def _overrides(sets: Sequence[str] | None, lanes: str | None = None) -> dict[str, Any]:
@@ -112,17 +98,13 @@ def train_command(
             resume=resume,
             overwrite=overwrite,
             on_round=watch.round,
-            say=_say,
+            say=say,
         )
     if as_json:
-        _print_json({"run": str(run.path), "report": str(run.path / "report.html"), **run.summary})
+        print_json({"run": str(run.path), "report": str(run.path / "report.html"), **run.summary})
         return
     out.print(tables.results([run]))
-    out.print(f"run      {run.path}\nreport   {run.path / 'report.html'}", highlight=False, soft_wrap=True)
-
-
-def _say(text: str) -> None:
-    err.print(text, highlight=False, soft_wrap=True)
+    tell(f"run      {run.path}\nreport   {run.path / 'report.html'}")
 
 
 @app.command("compare")
@@ -153,16 +135,16 @@ def compare_command(
             jobs=jobs,
             on_run=watch.run,
             on_round=watch.round,
-            say=_say,
+            say=say,
         )
     table = found.standings()
     if as_json:
-        _print_json({"path": str(found.path), **standings.as_json(table)})
+        print_json({"path": str(found.path), **standings.as_json(table)})
         return
     for part in standings.terminal(table):
         out.print(part)
-    out.print(f"tables   {found.path}/table.md, .csv, .tex", highlight=False, soft_wrap=True)
-    out.print(f"report   {found.path / 'report.html'}", highlight=False, soft_wrap=True)
+    tell(f"tables   {found.path}/table.md, .csv, .tex")
+    tell(f"report   {found.path / 'report.html'}")
 
 
 @app.command("tune")
@@ -192,15 +174,15 @@ def tune_command(
             resume=resume,
             on_point=watch.run,
             on_round=watch.round,
-            say=_say,
+            say=say,
         )
     best, path = found.best(), found.path / "tuned.toml"
     if as_json:
-        _print_json({"path": str(path), "chosen": best, "results": found.results()})
+        print_json({"path": str(path), "chosen": best, "results": found.results()})
         return
     out.print(tables.search(best, found.tried()))
     use = f"perada compare {path} --methods {','.join(best)}"
-    out.print(f"wrote {path}; use it with: {use}", highlight=False, soft_wrap=True)
+    tell(f"wrote {path}; use it with: {use}")
 
 
 @app.command()
@@ -220,7 +202,7 @@ def evaluate(
         raise InputError("--on: name at least one test set, such as local,global")
     found = opened.evaluate(names)
     if as_json:
-        _print_json({"run": str(run), **{k: v.as_dict() for k, v in found.items()}})
+        print_json({"run": str(run), **{k: v.as_dict() for k, v in found.items()}})
         return
     out.print(tables.scores(found))
 
@@ -237,7 +219,7 @@ def predict(
     """What one client's personal model sees in images."""
     found = load(run, data=data, device=device).predict(client, images)
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
     out.print(tables.predictions(found))
 
@@ -251,7 +233,7 @@ def export(
 ) -> None:
     """A client's personal adapter (or merged model) as one file."""
     load(run).export(client, out_file, merged)
-    out.print(f"wrote {out_file}", highlight=False, soft_wrap=True)
+    tell(f"wrote {out_file}")
 
 
 @app.command()
@@ -263,7 +245,7 @@ def report(
     opened: list[Run] = [load(r) for r in runs]
     path = out_file or opened[0].path / "report.html"
     write_report(opened, path)
-    out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    tell(f"wrote {path}")
 
 
 @app.command()
@@ -285,54 +267,11 @@ def partition(
     if out_file is not None:
         write_partition(federation, out_file)
     if as_json:
-        _print_json(tables.partition_json(federation))
+        print_json(tables.partition_json(federation))
         return
     out.print(tables.partition(federation))
     if out_file is not None:
-        out.print(f"wrote {out_file}", highlight=False, soft_wrap=True)
-
-
-@data_app.command("get")
-def data_get(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...")],
-    root: Annotated[Path | None, typer.Option(help="default $PERADA_DATA or ~/.cache/perada/data")] = None,
-) -> None:
-    """Download data sets, checked and resumed where a download was cut."""
-    home = root or Path(data_home())
-    for name in names:
-        download.check(name, home)  # before a bar is drawn
-    for name in names:
-        with Progress(
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=err
-        ) as bar:
-            tasks: dict[str, TaskID] = {}
-
-            def show(file: str, done: int, total: int | None, bar: Progress = bar, tasks: Any = tasks) -> None:
-                task = tasks.setdefault(file, bar.add_task(file, total=total) if file not in tasks else tasks[file])
-                bar.update(task, completed=done, total=total)
-
-            path = download.get(name, home, show)
-        out.print(f"{name}   {path}", highlight=False, soft_wrap=True)
-        for file in download.unchecked(name, home):
-            line = f"no published checksum for {file.name}; its sha256 is {download.sha256(file)}"
-            out.print(line, highlight=False, soft_wrap=True)
-
-
-@data_app.command("list")
-def data_list(root: Annotated[Path | None, typer.Option()] = None, as_json: AsJson = False) -> None:
-    """The data sets that can be fetched, and what must be fetched by hand."""
-    home = root or Path(data_home())
-    entries = download.catalogue()
-    if as_json:
-        _print_json(
-            [
-                {"name": e.name, "title": e.title, "home": e.home, "megabytes": e.megabytes, "checksum": e.checksum}
-                | {"by_hand": e.by_hand, "here": (home / e.folder).exists()}
-                for e in entries
-            ]
-        )
-        return
-    out.print(tables.catalogue(entries, home))
+        tell(f"wrote {out_file}")
 
 
 @app.command()
@@ -346,7 +285,7 @@ def params(
     if as_json:
         counts = {name: group["parameters"] for name, group in groups.items()}
         buffers = {name: group["buffers"] for name, group in groups.items()}
-        _print_json({"backbone": backbone, "classes": classes, **counts, "buffers": buffers})
+        print_json({"backbone": backbone, "classes": classes, **counts, "buffers": buffers})
         return
     out.print(tables.groups(backbone, classes, groups))
 
@@ -356,7 +295,7 @@ def methods(as_json: AsJson = False) -> None:
     """The methods, with parameters a client trains and sends (ResNet-18, 10 classes)."""
     found = {name: method_sizes(name) for name in REGISTRY}
     if as_json:
-        _print_json([{"name": name, **sizes} for name, sizes in found.items()])
+        print_json([{"name": name, **sizes} for name, sizes in found.items()])
         return
     out.print(tables.methods(found))
 
@@ -365,7 +304,7 @@ def methods(as_json: AsJson = False) -> None:
 def presets_command(as_json: AsJson = False) -> None:
     """The settings that come with the package."""
     if as_json:
-        _print_json([{"name": name, "description": text} for name, text in presets().items()])
+        print_json([{"name": name, "description": text} for name, text in presets().items()])
         return
     out.print(tables.presets(presets()))
 

@@ -87,6 +87,10 @@ class Config:
         out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {k: dict(v) if isinstance(v, dict) else dataclasses.asdict(v) for k, v in out.items()}
 
+    def flat(self) -> dict[str, Any]:
+        """`{"section.key": value}`."""
+        return {f"{section}.{k}": v for section, values in self.as_dict().items() for k, v in values.items()}
+
     def toml(self) -> str:
         """Fully resolved; training it again reproduces the run."""
         return "\n".join(

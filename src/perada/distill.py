@@ -49,6 +49,8 @@ class Distill:
     rounds: int = 0  # distil in this many first rounds; 0 is every round
     temperature: float = 1.0
     schedule: Literal["cosine", "constant"] = "cosine"
+    pull: float = 0.0  # strength of a pull towards the averaged adapter: adds pull/2 ‖w − average‖² to the loss
+    weight_decay: float = 0.0  # adds weight_decay/2 ‖w‖² to the loss, as `train.weight_decay` does
     teacher_norm: Literal["public", "running"] = "public"  # whose statistics normalise in the teachers
     student_norm: Literal["batch", "frozen"] = "batch"
     keep_stats: Literal["average", "student"] = "average"  # the running statistics of the distilled adapter
@@ -64,6 +66,9 @@ class Distill:
         for name in ("lr", "temperature"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        for name in ("pull", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
         if any(c < 1 for c in self.candidates):
             raise ValueError("candidates are numbers of steps, at least 1")
 
@@ -186,7 +191,8 @@ def rates(options: Distill) -> list[float]:
 
 
 def _adam(options: Distill, device: torch.device, dtype: torch.dtype) -> Update:
-    """Adam (Kingma & Ba, 2015) as a loop's step on (student, first moments, second moments, steps done)."""
+    """Adam (Kingma & Ba, 2015) as a loop's step on (student, first moments, second moments, steps done) and, where
+    there is a pull, its centre."""
     one, two, eps = 0.9, 0.999, 1e-8
     plan = rates(options)
     table = torch.tensor(
@@ -194,30 +200,36 @@ def _adam(options: Distill, device: torch.device, dtype: torch.dtype) -> Update:
     )
 
     def step(gradient: Gradient, states: tuple[State, ...]) -> tuple[State, ...]:
-        state, first, second, count = states
+        state, first, second, count, *centre = states
         grads, state = gradient(state)
         done, kernels = count.params["t"], fast_kernels(device)
         if gradient.flat is not None and state.flat and first.flat and second.flat:  # to be recorded: nothing is read
             p, m, v = (held.flat[0] for held in (state, first, second) if held.flat)
+            g = gradient.flat
+            for towards in centre:  # what no gradient is taken by never left its centre
+                assert towards.flat is not None
+                g = g.to(p.dtype) + options.pull * (p - towards.flat[0])
             if kernels is not None:
-                p, m, v, after, total = kernels.adam_step(p, gradient.flat, m, v, done, table, (one, two), eps)
+                p, m, v, after, total = kernels.adam_step(p, g, m, v, done, table, (one, two), eps)
                 gradient.totals.append(total)
                 gradient.summed |= {id(t) for t in (p, m, v, after)}
             else:
                 rate, scale = table[done[:, 0].long().clamp(max=len(plan) - 1)].unsqueeze(-1).unbind(1)
-                g, after = gradient.flat.to(p.dtype), done + 1
+                g, after = g.to(p.dtype), done + 1
                 m, v = torch.lerp(m, g, 1 - one), torch.addcmul(v * two, g, g, value=1 - two)
                 p = p - rate * m / (v.sqrt() * scale + eps)
             new = zip((state, first, second), (p, m, v), strict=True)
-            return *(held.with_flat(t, held.flat[1]) for held, t in new if held.flat), State({"t": after})
+            return *(held.with_flat(t, held.flat[1]) for held, t in new if held.flat), State({"t": after}), *centre
         t = int(done) + 1
         params, ms, vs = dict(state.params), dict(first.params), dict(second.params)
         for name, g in grads.items():
+            for towards in centre:
+                g = g + options.pull * (params[name] - towards.params[name])
             ms[name] = torch.lerp(ms[name], g, 1 - one)
             vs[name] = torch.addcmul(vs[name] * two, g, g, value=1 - two)
             size = (vs[name].sqrt() / (1 - two**t) ** 0.5).add_(eps)
             params[name] = torch.addcdiv(params[name], ms[name], size, value=-plan[t - 1] / (1 - one**t))
-        return State(params, state.buffers), State(ms), State(vs), State({"t": done + 1})
+        return State(params, state.buffers), State(ms), State(vs), State({"t": done + 1}), *centre
 
     return step
 
@@ -246,8 +258,9 @@ def distill(
         zeros,
         zeros,
         State({"t": torch.zeros(1, 1, dtype=torch.float64, device=model.device)}),
+        *([State(student.params)] if options.pull else []),
     )
-    how = Options(norm="train" if options.student_norm == "batch" else "running")
+    how = Options(norm="train" if options.student_norm == "batch" else "running", weight_decay=options.weight_decay)
     update, kept, traces, finite, done = _adam(options, model.device, like.dtype), [], [], True, 0
     for step in options.snapshots():
         batches = PublicBatches(images, targets, keys, options.steps, done)

@@ -129,7 +129,8 @@ def _percent(areas: Iterable[float | None]) -> float | None:
 def personal_scores(
     model: LaneModel, lanes: State, federation: Federation, splits: Sequence[str] = ("local", "val", "global")
 ) -> dict[str, Scores]:
-    """The clients' own models: `local_test`, `local_val` (own data) and `global_test` (everybody's test data).
+    """The clients' own models: `local_test`, `local_val` (own data), `global_test` (everybody's test data), and
+    `server_val` (split "server": the labelled data that the server holds back, where there are any).
 
     `lanes` has one lane a client, or one lane that all share.
     """
@@ -137,6 +138,10 @@ def personal_scores(
     out: dict[str, Scores] = {}
     if "val" in splits:
         out["local_val"] = _own(model, lanes, federation, [c.val for c in federation.clients])
+    if "server" in splits:
+        logits = logits_on(model, lanes, federation, federation.server_val).expand(len(names), -1, -1)
+        targets = federation.labels(federation.server_val)
+        out["server_val"] = scores_of(federation, list(logits), [targets] * len(names))
     if "global" in splits:
         pool = federation.test
         logits = logits_on(model, lanes, federation, pool).expand(len(names), -1, -1)

@@ -13,8 +13,10 @@ from typing import Any
 from .config import Config, resolve
 from .data import Federation, build_federation
 from .errors import InputError, unknown
+from .lanes import Pool
 from .methods import REGISTRY, hyperparameters
-from .runs import device_of, locked, write_atomic
+from .rounds import Progress, run
+from .runs import RunFolder, device_of, locked, write_atomic
 from .simulate import Say, Simulation, prepare, pretraining
 
 MOVED = ("run.device", "run.lanes", "data.root")  # what may differ from the plan on the machine that resumes it
@@ -189,3 +191,30 @@ def moved(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 def planned(path: Path, name: str, settings: Mapping[str, Any]) -> Config:
     return resolve(str(path / "plan" / f"{name}.toml"), settings)
+
+
+def validated(
+    home: Path,
+    path: Path,
+    config: Config,
+    federation: Federation,
+    on_round: Callable[[Progress], None],
+    say: Say,
+    splits: Sequence[str] = ("val",),
+    pool: Pool | None = None,
+) -> dict[str, Any]:
+    """Train the run in `path`, or what is left of it, and evaluate it on validation data alone: test data are not
+    touched. `home` is the plan's folder. Returns the last evaluation."""
+    folder = RunFolder(path) if path.exists() else RunFolder.create(path, config.toml(), overwrite=False)
+    shared = shared_backbone(home, config)
+    ready = shared if shared is not None and shared.is_file() else None
+    sim = prepare(config, folder.backbone or ready, say, federation)
+    if shared is not None and ready is None and sim.backbone is not None:
+        folder.save_backbone(sim.backbone)
+        keep_backbone(folder.backbone, shared)
+    found, _ = folder.load()
+    if found is not None:
+        sim.restore(found)
+    folder.cut_metrics(sim.now.round)
+    sim.model.pool = pool
+    return run(sim, folder, on_round, splits)

@@ -132,11 +132,11 @@ def markdown(found: Standings) -> str:
     marks = {"best": "**{}**", "next": "<u>{}</u>", "": "{}"}
     personal, server = _cells(found, lambda text, place: marks[place].format(text))
     head, server_head = found.heads()
-    lines = [found.about() + ". Best in bold, runner-up underlined.", "", *_pipes(head, personal)]
-    return "\n".join([*lines, "", *_pipes(server_head, server)] if server else lines) + "\n"
+    lines = [found.about() + ". Best in bold, runner-up underlined.", "", *pipes(head, personal)]
+    return "\n".join([*lines, "", *pipes(server_head, server)] if server else lines) + "\n"
 
 
-def _pipes(head: Sequence[str], rows: list[list[str]]) -> list[str]:
+def pipes(head: Sequence[str], rows: list[list[str]]) -> list[str]:
     rule = "| --- |" + " ---: |" * (len(head) - 1)
     return ["| " + " | ".join(head) + " |", rule, *("| " + " | ".join(r) + " |" for r in rows)]
 

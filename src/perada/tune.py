@@ -22,22 +22,21 @@ from .plan import (
     again,
     check_all,
     choose_methods,
-    keep_backbone,
     moved,
     once,
     planned,
     read_plan,
     refuse_taken,
     settings_for,
-    shared_backbone,
+    validated,
     whole,
     whole_name,
     working_in,
     write_plan,
 )
-from .rounds import Progress, run
-from .runs import RunFolder, write_atomic
-from .simulate import Say, check, prepare
+from .rounds import Progress
+from .runs import write_atomic
+from .simulate import Say, check
 from .workers import jobs_for, share_lanes, shares
 
 PLAN = "search.json"
@@ -86,16 +85,12 @@ class Search:
         base = planned(self.path, self.plan["methods"][0], {})
         parts = [base.toml()]
         for method, result in best.items():
-            own = _flat(planned(self.path, method, {}))
-            kept = {k: v for k, v in own.items() if k.startswith("method.") or _flat(base).get(k) != v}
+            own = planned(self.path, method, {}).flat()
+            kept = {k: v for k, v in own.items() if k.startswith("method.") or base.flat().get(k) != v}
             kept = {k: v for k, v in {**kept, **result["settings"]}.items() if k != "method.name"}
             lines = "".join(f"{key} = {toml_value(value)}\n" for key, value in kept.items())
             parts.append(f"# local validation {result['local_val']:.2f}\n[methods.{method}]\n{lines}")
         write_atomic(self.path / "tuned.toml", "\n".join(parts).encode())
-
-
-def _flat(config: Config) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, values in config.as_dict().items() for key, value in values.items()}
 
 
 def grid_of(method: str, config: Config, given: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
@@ -108,7 +103,7 @@ def grid_of(method: str, config: Config, given: Mapping[str, Sequence[Any]]) -> 
     if config.make_method().parts.distils and config.distill.steps:
         keys["distill.lr"] = GRIDS["distill.lr"]
     keys |= {f"method.{k}": values for k, values in grids(method).items()}
-    own = _flat(config)
+    own = config.flat()
     keys = {k: values if own[k] in values else (*values, own[k]) for k, values in keys.items()}
     for key, values in given.items():
         of_another = key.startswith("method.") and key.removeprefix("method.") not in config.method
@@ -267,16 +262,6 @@ def _train(
     text = config.toml()
     if path.exists() and (not (path / "config.toml").is_file() or (path / "config.toml").read_text() != text):
         shutil.rmtree(path)  # of another point
-    folder = RunFolder(path) if path.exists() else RunFolder.create(path, text, overwrite=False)
-    shared = shared_backbone(search.path, config)
-    ready = shared if shared is not None and shared.is_file() else None
-    sim = prepare(config, folder.backbone or ready, say, federation)
-    if shared is not None and ready is None and sim.backbone is not None:
-        folder.save_backbone(sim.backbone)
-        keep_backbone(folder.backbone, shared)
-    sim.model.pool = pool
-    found, _ = folder.load()
-    if found is not None:
-        sim.restore(found)
-    score: float | None = run(sim, folder, on_round, splits=("val",))["local_val"]["mean"]
+    found = validated(search.path, path, config, federation, on_round, say, pool=pool)
+    score: float | None = found["local_val"]["mean"]
     return score

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -20,10 +19,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from .console import err
 from .errors import Interrupted
 from .rounds import Progress as RoundProgress
-
-err = Console(stderr=True, markup=False)
 
 
 class Watch:
@@ -62,15 +60,15 @@ class Watch:
 
 
 @contextmanager
-def watched(command: str) -> Iterator[Watch]:
-    """A progress bar around long work; an interruption ends with the line that resumes it."""
+def watched(command: str = "") -> Iterator[Watch]:
+    """A progress bar around long work; an interruption ends with the line that resumes it (default: the same again)."""
     watch = Watch()
     try:
         yield watch
     except Interrupted as stop:  # typer would swallow its words
         watch.bar.stop()
-        again = f"perada {command} --out {shlex.quote(str(stop.path))} --resume"
-        print(f"{stop}. Continue with: {again}", file=sys.stderr)
+        again = f"Continue with: perada {command} --out {shlex.quote(str(stop.path))} --resume"
+        print(f"{stop}. {again if command else 'The same command goes on from there.'}", file=sys.stderr)
         raise typer.Exit(130) from stop
     finally:
         if watch.bar.live.is_started:

@@ -84,6 +84,18 @@ def test_together_as_alone(runs: Runs, recorded: bool, monkeypatch: pytest.Monke
         assert found[name].now.counters == sim.now.counters
 
 
+def test_runs_that_distil_and_runs_that_do_not_stay_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many loops a distillation has: the training of a round is one loop for all of them."""
+    runs: Runs = {
+        "guarded": {"method__name": "perada", "distill__guard": "clients", "rounds": 3},  # two loops of distillation
+        "not guarded": {"method__name": "perada", "distill__guard": "none", "rounds": 3},
+        "no kd": {"method__name": "perada-no-kd", "rounds": 3},
+    }
+    _, sizes = together(runs, monkeypatch)
+    assert [n for n in sizes if n > 1] == [3, 3, 3]
+    assert sizes.count(1) == 3 * (2 + 1)
+
+
 def test_other_frozen_weights_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = {f"seed {i}": {"method__name": "perada-no-kd", "run__seed": i, "model__weights": "random"} for i in range(2)}
     found, sizes = together(runs, monkeypatch)

@@ -171,7 +171,8 @@ def test_a_recorded_step_of_distillation_reads_nothing_back(monkeypatch: pytest.
             real(self, width)
 
     monkeypatch.setattr(replay.Replay, "_one", one)
-    sim = prepare(small(method__name="perada", run__precision="fp64"))
+    more = {"distill__pull": 0.5, "distill__weight_decay": 0.1}
+    sim = prepare(small(method__name="perada", run__precision="fp64", **more))
     sim.step()
     assert sim.now.last["distill"]["kl_last"] > 0
 
@@ -190,3 +191,29 @@ def test_only_the_last_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     sim.step()
     assert len(sim.model.__dict__["replays"]) == 2
     assert not set(map(id, sim.model.__dict__["replays"].values())) & set(map(id, first))
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_pull_and_weight_decay_of_a_recorded_distillation(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With kernels and without, as the plain path has them. Two rounds: the second one's centre is written over the
+    first one's, in the tensors that stand."""
+    settings = {"data__val": 0.01, "data__test": 0.01, "data__server_val": 0.94, "distill__lr": 0.01}
+    settings |= {"distill__guard": "none", "distill__steps": 2}
+    held = {"distill__pull": 0.5, "distill__weight_decay": 0.1}
+
+    def distilled(**more: float) -> dict[str, torch.Tensor]:
+        sim = prepare(small(method__name="perada", run__precision="fp64", **settings, **more))
+        for _ in range(2):
+            sim.step()
+        assert bool(sim.model.__dict__.get("replays")) == ("cpu" in replay.DEVICES)
+        return everything(sim)
+
+    wanted, without = distilled(**held), distilled()
+    assert any(float((wanted[n] - t).norm()) > 1e-4 * float(t.norm()) for n, t in without.items()), "they do something"
+    monkeypatch.setattr(replay, "DEVICES", ("cpu",))
+    if kernels:
+        flat = pytest.importorskip("perada.lanes.kernels.flat", reason="Triton is a Linux package")
+        monkeypatch.setattr(flat, "_BLOCK", 1 << 17)  # the interpreter takes its time for every block
+        monkeypatch.setattr(fast, "DEVICES", ("cpu",))
+    for name, tensor in distilled(**held).items():
+        assert_close_norm(tensor, wanted[name], 1e-9, what=name)

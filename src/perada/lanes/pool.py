@@ -2,7 +2,8 @@
 
 A step costs nearly the same for few lanes and for some more, so seeds, hyper-parameters and methods of a comparison
 share theirs. Each training is a thread of its own that knows nothing of the others: only one of them computes at a
-time, and when all wait for a loop, the last one runs the loops of all.
+time, and when all wait for a loop, the last one runs the loops of all. Loops that are nobody else's (a distillation) go
+first, and the others wait for them: else a run that does not distil would be a round ahead at once, and train alone.
 """
 
 from __future__ import annotations
@@ -97,8 +98,9 @@ class Pool:
         groups: dict[Hashable, list[_Waiting]] = {}
         for one in self._waiting:
             groups.setdefault(self._alike(one.job), []).append(one)
-        self._waiting = []
-        for key, group in groups.items():
+        lonely = {key: group for key, group in groups.items() if not isinstance(key, tuple)}
+        self._waiting = [one for key, group in groups.items() if lonely and key not in lonely for one in group]
+        for key, group in (lonely or groups).items():
             try:
                 first = self._models.setdefault(key[0], group[0].job.model) if isinstance(key, tuple) else None
                 for one, result in zip(group, _together([w.job for w in group], first, self.limit), strict=True):

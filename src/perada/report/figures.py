@@ -162,8 +162,10 @@ def bars(label: str, values: Mapping[str, float | None], mean: float | None, ind
     return picture(WIDTH, rows.bottom + 24, f"{label} of {len(values)} clients, mean {said}", *parts)
 
 
-def dots(label: str, names: Sequence[str], found: Sequence[tuple[str, Mapping[str, float | None]]]) -> str:
-    """A row a client, a dot a run."""
+def dots(
+    label: str, names: Sequence[str], found: Sequence[tuple[str, Mapping[str, float | None]]], said: str = ""
+) -> str:
+    """A row a client, a dot a run; `said` is for those who cannot see, where rows and dots are something else."""
     values = [v for _, held in found for v in held.values() if v is not None]
     low, high = (min(values), max(values)) if values else (0.0, 100.0)
     rows, room = Rows.of(names), max(1.0, 0.04 * (high - low))
@@ -178,7 +180,8 @@ def dots(label: str, names: Sequence[str], found: Sequence[tuple[str, Mapping[st
                 y = rows.y(i) + (k - (len(found) - 1) / 2) * apart
                 parts.append(element("circle", hover, cx=f.x(value), cy=y, r=3.8, class_=f"dot {colour(k)}"))
     parts += _percent_axis(f, rows.bottom, ticks(f.first, f.last))
-    return picture(WIDTH, rows.bottom + 24, f"{label} of {len(names)} clients in {len(found)} runs", *parts)
+    said = said or f"{label} of {len(names)} clients in {len(found)} runs"
+    return picture(WIDTH, rows.bottom + 24, said, *parts)
 
 
 def _percent_axis(f: Frame, bottom: float, values: Sequence[float]) -> list[str]:

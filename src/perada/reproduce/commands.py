@@ -1,0 +1,152 @@
+"""`perada reproduce ...`: parse, call, print. Each experiment is a command of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ..console import AsJson, out, print_json, say, tell
+from ..errors import InputError
+from ..tables import house_table
+from ..watch import watched
+from . import pack as packing
+from .document import write_document
+from .overview import corrections, overview, words
+from .plans import NAMES, TITLES, experiments
+from .running import Clock, Place, lay_over, reproduce, state_of
+from .study import settled, validation_of
+
+app = typer.Typer(no_args_is_help=True, help="The paper's experiments, run by run; `list` says how far they are.")
+
+Data = Annotated[str | None, typer.Option("--data", metavar="FOLDER", help="with the data sets; default as in presets")]
+Weights = Annotated[Path | None, typer.Option(metavar="FILE", help="the pretrained backbone")]
+Statistics = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="running statistics to lay over the weights (other image sizes)")
+]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="run folders")]
+Results = Annotated[Path, typer.Option("--results", metavar="DIR", help="one small JSON file a run")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")]
+Minutes = Annotated[float | None, typer.Option(metavar="N", help="stop, saved, before this many minutes are over")]
+Together = Annotated[int, typer.Option(min=0, help="runs at once; 0: as many as is sensible on this device")]
+Only = Annotated[str, typer.Option(metavar="A,B", help="only these runs, or groups of runs; default all")]
+RUNS, RESULTS = Path("runs/reproduce"), Path("results")
+
+
+def _command(name: str) -> Callable[..., None]:
+    """The command of one experiment."""
+
+    def command(
+        data: Data = None,
+        weights: Weights = None,
+        statistics: Statistics = None,
+        out_dir: Out = RUNS,
+        results: Results = RESULTS,
+        device: Device = None,
+        minutes: Minutes = None,
+        together: Together = 0,
+        only: Only = "",
+        as_json: AsJson = False,
+    ) -> None:
+        if minutes is not None and not minutes > 0:
+            raise InputError(f"--minutes must be above 0, not {minutes:g}")
+        clock = Clock(minutes)
+        if statistics is not None:
+            if weights is None:
+                raise InputError("--statistics are laid over weights: give those with --weights")
+            weights = lay_over(weights, statistics, out_dir)
+        file, some = None if weights is None else str(weights), [n.strip() for n in only.split(",") if n.strip()]
+        place = Place(out_dir, results, data, file, device)
+        with watched() as watch:
+            state = reproduce(experiments()[name], place, clock, together, some, watch.run, watch.round, say)
+        stands = overview(experiments()[name], results, out_dir, corrections(results))
+        chosen = _settled(name, results)
+        if as_json:
+            found = {"done": list(state.found), "left": state.left, "stopped": clock.stopped, "settled": chosen}
+            print_json({**stands, **found})
+            return
+        tell(words(stands))
+        if chosen:
+            tell(f"settled by validation data: {chosen}")
+
+    command.__doc__ = f"{TITLES[name]}."
+    return command
+
+
+def _settled(name: str, results: Path) -> dict[str, Any] | None:
+    """What a study of stages came to; of other experiments nothing."""
+    experiment = experiments()[name]
+    if not any(c.rule == "study" for c in experiment.choices):
+        return None
+    return settled(experiment, {n: validation_of(r) for n, r in state_of(experiment, results).found.items()})
+
+
+for _name in NAMES:
+    app.command(_name)(_command(_name))
+
+
+@app.command("list")
+def list_command(results: Results = RESULTS, out_dir: Out = RUNS, as_json: AsJson = False) -> None:
+    """The experiments: runs done and left, and their minutes."""
+    known = corrections(results)
+    found = [overview(e, results, out_dir, known) for e in experiments().values()]
+    if as_json:
+        print_json(found)
+        return
+    out.print(_table(found))
+
+
+def _table(found: list[dict[str, Any]]) -> Table:
+    table = house_table(None, "experiment", "runs", "done", "begun", "min done", "min left", "what")
+    table.columns[-1].justify = "left"
+    table.caption = "minutes left: by measured runs of the same method where there are any (=), else estimated (~)"
+    for one in found:
+        mark = "" if not one["minutes_left"] else "=" if one["measured"] else "~"
+        table.add_row(
+            one["experiment"],
+            str(one["runs"]),
+            str(one["done"]),
+            str(len(one["begun"])),
+            f"{one['minutes_done']:.1f}",
+            f"{mark}{one['minutes_left']:.0f}",
+            one["title"].partition(":")[0],
+        )
+    return table
+
+
+@app.command("document")
+def document_command(
+    results: Results = RESULTS,
+    out_file: Annotated[Path, typer.Option("--out", metavar="FILE.md")] = Path("docs/results.md"),
+) -> None:
+    """docs/results.md and its figures, from the results alone."""
+    files = write_document(results, out_file)
+    tell(f"wrote {out_file} and {len(files) - 1} figures")
+
+
+@app.command("pack")
+def pack_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a run folder, or a folder of them")],
+    out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="where the pieces go")],
+    piece: Annotated[float, typer.Option(metavar="MIB", min=0.001, help="most of one piece, in MiB")] = 16.0,
+) -> None:
+    """Run folders as numbered pieces with checksums, to go on with on another machine."""
+    about = packing.pack(folder, out_dir, int(piece * 2**20))
+    size = sum(p["bytes"] for p in about["pieces"]) / 2**20
+    line = (
+        f"{about['files']} files, {size:.1f} MiB in {len(about['pieces'])} pieces; carry them and {about['name']}.json"
+    )
+    tell(line)
+
+
+@app.command("unpack")
+def unpack_command(
+    about: Annotated[Path, typer.Argument(metavar="NAME.json", help="the file that `pack` wrote beside its pieces")],
+    out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="the folder is made in here")],
+) -> None:
+    """The folder that `pack` took apart."""
+    files = packing.unpack(about, out_dir)
+    tell(f"{files} files in {out_dir}")

@@ -1,0 +1,322 @@
+"""docs/results.md, from the files in `results/` alone: the same files make the same bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ..errors import InputError
+from ..runs import write_atomic
+from ..standings import pipes as table
+from . import drawings, paper
+from .plans import REPORTED, Experiment, experiments
+from .results import METRICS, Interval, Result, interval, paired, value
+from .running import State, state_of
+from .study import TOLERANCE, settled, validation_of, winner
+
+HEAD = """# Results
+
+Made from the files in `results/` by `perada reproduce document`; not to be edited by hand: CI makes it again and
+compares. Each experiment has its command; a run's settings, rounds, seconds, device and date stand in its file.
+
+What differs from the paper's set-up, everywhere below:
+
+- **Weights.** The backbone is a Tiny-ImageNet-pretrained ResNet-18; the paper's is pretrained on ImageNet-1K.
+- **Data.** CIFAR-10 and CIFAR-100 are the paper's. PACS at 64×64 (4 domains, 7 classes) stands in for Office-Home,
+  4,999 NIH chest X-rays at 64×64 for CheXpert, with 5 clients, all in every round, and Dir(1) instead of 20 and
+  Dir(0.3), since so few images leave most of 20 clients with test images of one class: their numbers do not compare
+  with the paper's, only the order of methods may.
+- **Corruptions** are our own renderings of CIFAR-10-C's 19 kinds at 5 severities, not its files. CIFAR-10.1 is not to
+  be had here.
+- **Seeds** draw everything but the split: who holds what is the same in all runs of an experiment. An interval is
+  Student's t at 95% over seeds; a difference is taken seed by seed.
+- **Choices** are made by validation data alone: `src/perada/reproduce/study.py` has the rule; a test poisons test
+  labels and gets the same choice.
+- `perada-guard-none` is PerAda without its guard, so that every distilled adapter is broadcast, as in Algorithm 1.
+
+The paper's numbers are those of its Table 1 (personal models) and Table 2 (global models).
+"""
+COMMAND = "perada reproduce {name} --data FOLDER --weights FILE"
+MISSING = "–"
+Rows = list[list[str]]
+
+
+def document(root: Path) -> dict[str, str]:
+    """`""` -> the text, and file name -> figure."""
+    states = {name: state_of(experiments()[name], root) for name in REPORTED}
+    figures: dict[str, str] = {}
+    parts = [HEAD, *(_section(state, figures) for state in states.values()), _missing(list(states.values()))]
+    reading = root / "reading.md"
+    if reading.is_file():
+        parts.append("## Reading\n\n" + reading.read_text("utf8").strip() + "\n")
+    return {"": "\n".join(parts), **figures}
+
+
+def write_document(root: Path, out: Path) -> list[Path]:
+    """The text at `out` and its figures in a folder beside it, of the same name; figures of before are taken away."""
+    made, folder = document(root), out.with_suffix("")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("*.svg"):
+            if old.name not in made:
+                old.unlink()
+        files = {out if not name else folder / name: content for name, content in made.items()}
+        for path, content in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, content.encode())
+    except OSError as error:
+        raise InputError(f"cannot write {out}: {error.strerror}") from error
+    return list(files)
+
+
+def _section(state: State, figures: dict[str, str]) -> str:
+    experiment = state.experiment
+    lines = [f"## {experiment.name}", "", f"{experiment.title}.", "", f"`{_command(experiment)}`", ""]
+    if not state.found:
+        return "\n".join([*lines, "Nothing was run yet.", ""])
+    lines += [_where(state), ""]
+    bodies: dict[str, Callable[[State, dict[str, str]], list[str]]] = {
+        "distill-study": _study,
+        "others": _others,
+        "ablations": _ablations,
+    }
+    return "\n".join([*lines, *bodies.get(experiment.name, _main)(state, figures)])
+
+
+def _command(experiment: Experiment) -> str:
+    """At 64 pixels the backbone has other running statistics."""
+    return COMMAND.format(name=experiment.name) + (" --statistics FILE" if experiment.file else "")
+
+
+def _where(state: State) -> str:
+    """Hardware, dates, minutes."""
+    found = list(state.found.values())
+    devices, dates = sorted({r["device"] for r in found}), sorted({r["date"] for r in found})
+    torches = sorted({r["versions"]["torch"] for r in found})
+    minutes = sum(r["seconds"] / r["together"] for r in found) / 60
+    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return (
+        f"{len(found)} of {len(state.experiment.trials)} runs, {minutes:.1f} minutes in all, {days}, "
+        f"{' and '.join(devices)}, torch {' and '.join(torches)}."
+    )
+
+
+def pipes(head: Sequence[str], rows: Rows) -> list[str]:
+    """A table, and the empty line after it."""
+    return [*table(head, rows), ""]
+
+
+def _number(found: float | None) -> str:
+    return MISSING if found is None else f"{found:.2f}"
+
+
+def accepted(several: Sequence[Result]) -> str:
+    """How often the guard kept what was distilled, over all rounds of the runs."""
+    distilled = sum(r["guard"]["distilled"] for r in several)
+    if not distilled:
+        return MISSING
+    if any(r["guard"]["accepted"] is None for r in several):
+        return "no guard"
+    kept = sum(r["guard"]["accepted"] for r in several)
+    return f"{kept} of {distilled} ({kept / distilled:.0%})"
+
+
+# the main tables
+
+
+def variants_of(state: State) -> dict[str, list[Result]]:
+    """`perada-guard-none-2` is the run of variant `perada-guard-none` with seed 2."""
+    out: dict[str, list[Result]] = {}
+    for trial in state.experiment.trials:
+        if trial.name in state.found:
+            out.setdefault(trial.name.rpartition("-")[0], []).append(state.found[trial.name])
+    return out
+
+
+def by_seed(several: Sequence[Result], metric: str) -> dict[int, float | None]:
+    return {r["seed"]: value(r, metric) for r in several}
+
+
+def over_seeds(several: Sequence[Result], metric: str) -> Interval | None:
+    """None where one of the runs has no such number: a mean of fewer would not compare."""
+    values = [value(r, metric) for r in several]
+    known = [v for v in values if v is not None]
+    return interval(known) if len(known) == len(values) else None
+
+
+def _measured(several: Mapping[str, Sequence[Result]]) -> list[str]:
+    return [m for m in METRICS if any(value(r, m) is not None for runs in several.values() for r in runs)]
+
+
+def _main(state: State, figures: dict[str, str]) -> list[str]:
+    name, runs = state.experiment.name, variants_of(state)
+    metrics = _measured(runs)
+    unit = "AUC" if any(r["last"].get("metric") == "auc" for several in runs.values() for r in several) else "Accuracy"
+    lines = [f"{unit} in %, personal models: mean over clients, then over seeds ± half of the 95% interval.", ""]
+    head = ["method", "seeds"]
+    for metric in metrics:
+        head += [metric, "paper"]
+    rows = []
+    for variant, several in runs.items():
+        row = [variant, str(len(several))]
+        for metric in metrics:
+            found = over_seeds(several, metric)
+            row += [MISSING if found is None else found.text(), _number(paper.of(name, metric, variant))]
+        rows.append([*row, accepted(several)])
+    lines += pipes([*head, "guard accepted"], rows)
+    lines += [*_differences(name, runs, metrics), *_orders(name, runs, metrics)]
+    for split, words in (("global_test", "Global-test"), ("local_test", "Local-test")):
+        figures[f"{name}-{split}.svg"] = drawings.convergence(runs, split, f"{name}: {words} over rounds")
+        lines += [f"![{words} over rounds](results/{name}-{split}.svg)"]
+    return [*lines, ""]
+
+
+def _orders(name: str, runs: Mapping[str, Sequence[Result]], metrics: Sequence[str]) -> list[str]:
+    """Whether the methods come in the paper's order, best first."""
+    lines = ["The order of methods, best first, ours and the paper's:", ""]
+    for metric in metrics:
+        means = {variant: over_seeds(several, metric) for variant, several in runs.items()}
+        both = {v: (m.mean, p) for v, m in means.items() if m and (p := paper.of(name, metric, v)) is not None}
+        if len(both) < 2:
+            continue
+        ours, theirs = (sorted(both, key=lambda v, i=i: -both[v][i]) for i in (0, 1))  # type: ignore[misc]
+        pairs = list(itertools.combinations(theirs, 2))
+        same = sum(ours.index(a) < ours.index(b) for a, b in pairs)
+        shown = " > ".join(ours), " > ".join(theirs)
+        lines.append(f"- {metric}: {shown[0]}; the paper: {shown[1]}. {same} of {len(pairs)} pairs agree.")
+    return [*lines, ""] if len(lines) > 2 else []
+
+
+def _differences(name: str, runs: Mapping[str, Sequence[Result]], metrics: Sequence[str]) -> list[str]:
+    """PerAda, guarded and not, against PerAda w/o KD, seed by seed, and against its target."""
+    base = runs.get("perada-no-kd")
+    others = [v for v in ("perada", "perada-guard-none") if v in runs]
+    if base is None or not others:
+        return []
+    rows, found = [], dict[tuple[str, str], Interval | None]()
+    for variant in others:
+        row = [f"{variant} − perada-no-kd"]
+        for metric in metrics:
+            one = paired(by_seed(runs[variant], metric), by_seed(base, metric))
+            found[variant, metric] = one
+            row.append(MISSING if one is None else one.text(sign=True))
+        rows.append(row)
+    theirs = [(paper.of(name, m, "perada"), paper.of(name, m, "perada-no-kd")) for m in metrics]
+    rows.append(["the paper's", *(MISSING if a is None or b is None else f"{a - b:+.2f}" for a, b in theirs)])
+    lines = ["What distillation gives, in points, with its 95% interval:", ""]
+    lines += pipes(["difference", *metrics], rows)
+    return (
+        [*lines, *_target(found.get(("perada", "Global")), found.get(("perada", "Local")))] if name == "main" else lines
+    )
+
+
+def _target(on_global: Interval | None, on_local: Interval | None) -> list[str]:
+    if on_global is None or on_local is None or on_global.low is None:
+        return ["The target (Global above zero with its whole interval, Local not below −0.3) needs more seeds.", ""]
+    words = [
+        f"Global above zero with its whole interval: **{'yes' if on_global.low > 0 else 'no'}**",
+        f"Local not below −{TOLERANCE}: **{'yes' if on_local.mean >= -TOLERANCE else 'no'}**",
+    ]
+    return [f"The target over {on_global.seeds} seeds: {'; '.join(words)}.", ""]
+
+
+# the study
+
+
+def _study(state: State, figures: dict[str, str]) -> list[str]:
+    experiment, found = state.experiment, state.found
+    seen = {n: validation_of(r) for n, r in found.items()}
+    won = {c.name: winner(experiment, c.name, seen) for c in experiment.choices}
+    rows = []
+    for trial in experiment.trials:
+        if trial.name in found:
+            result, v = found[trial.name], seen[trial.name]
+            stages = [stage for stage, best in won.items() if best == trial.name]
+            changed = _changed(experiment, result)
+            rows.append([trial.name, trial.group, changed, _number(v.local), _number(v.server), accepted([result])])
+            rows[-1].append(", ".join(stages))
+    lines = [
+        "Validation data only: *Local* at the clients, *server* on labelled images the server holds back, both means",
+        "",
+    ]
+    lines[0] += (
+        " over the personal models. Settings are beside those the study begins with; a winner stands for its stage."
+    )
+    lines += pipes(["run", "stage", "settings", "Local", "server", "guard accepted", "won"], rows)
+    chosen = settled(experiment, seen)
+    if chosen is None:
+        return [*lines, "Not settled yet: a stage is not complete.", ""]
+    words = ", ".join(f"`{k} = {v}`" for k, v in sorted(chosen.items()))
+    return [*lines, f"Settled, and what the preset `{experiment.preset}` has: {words}.", ""]
+
+
+def _changed(experiment: Experiment, result: Result) -> str:
+    hidden = {"method.name", "run.seed", "train.rounds"}
+    kept = {k: v for k, v in result["settings"].items() if k not in hidden and experiment.settings.get(k, MISSING) != v}
+    shown = ", ".join(f"{k.partition('.')[2]} {v}" for k, v in kept.items())
+    return shown or ("no distillation" if result["method"] == "perada-no-kd" else "as it begins")
+
+
+# the other methods, the ablations
+
+
+def _others(state: State, figures: dict[str, str]) -> list[str]:
+    tested = {t.name: [state.found[t.name]] for t in state.experiment.trials if t.tested and t.name in state.found}
+    if not tested:
+        return ["Only points of the searches are done.", ""]
+    metrics, rows = _measured(tested), []
+    for name, (result,) in tested.items():
+        row = [name, _changed(state.experiment, result).replace("as it begins", "the preset's")]
+        for metric in metrics:
+            row += [_number(value(result, metric)), _number(paper.of("others", metric, name))]
+        rows.append(row)
+    head = ["method", "tuned", *(word for metric in metrics for word in (metric, "paper"))]
+    lines = ["One seed: differences of a point mean little. The paper has 200 rounds.", "", *pipes(head, rows)]
+    return [*lines, *_orders("others", tested, metrics)]
+
+
+ABLATIONS = {
+    "steps": "Distillation steps a round (the recipe's own: perada)",
+    "images": "Public images of CIFAR-100 (all 50,000 are perada)",
+    "sets": "Public images of other sets",
+    "lam": "λ (1 is perada)",
+    "start": "Initialisation (Tiny-ImageNet-pretrained is perada)",
+}
+
+
+def _ablations(state: State, figures: dict[str, str]) -> list[str]:
+    found, lines = state.found, ["Convergence over rounds is drawn with the main table.", ""]
+    names = [t for t in state.experiment.trials if t.name in found]
+    for group, title in ABLATIONS.items():
+        beside = ("base", "images") if group == "sets" else ("base",)
+        if not any(t.group == group for t in names):
+            continue
+        held = {t.name: found[t.name] for t in names if t.group in (*beside, group)}
+        metrics = [
+            m for m in ("Local", "Global", "global model") if any(value(r, m) is not None for r in held.values())
+        ]
+        rows = [[n, *(_number(value(r, m)) for m in metrics), accepted([r])] for n, r in held.items()]
+        file = f"ablations-{group}.svg"
+        figures[file] = drawings.variants(held, metrics, title)
+        lines += [f"### {title}", "", *pipes(["run", *metrics, "guard accepted"], rows)]
+        lines += [f"![{title}](results/{file})", ""]
+    return lines
+
+
+def _missing(states: Sequence[State]) -> str:
+    """What was planned and is not there; silence would be a claim."""
+    lines = ["## What is missing", ""]
+    for state in states:
+        left = [n for n in state.left if n not in state.stale]
+        if left:
+            few = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
+            lines.append(f"- **{state.experiment.name}**: {len(left)} of {len(state.experiment.trials)} runs: {few}.")
+        if state.stale:
+            lines.append(
+                f"- **{state.experiment.name}**, made with other settings than planned now: {', '.join(state.stale)}."
+            )
+    lines += [
+        "- Not to be had here: STL-10 (as public images), CIFAR-10.1. Not planned: validation images as public ones."
+    ]
+    return "\n".join([*lines, ""])

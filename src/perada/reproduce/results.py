@@ -1,0 +1,196 @@
+"""What is kept of a run: one small JSON file in `results/EXPERIMENT/`, from which every table and figure is made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..config import Config
+from ..errors import InputError
+from ..methods import hyperparameters, make_method
+from ..runs import jsonable, write_atomic
+from .plans import Trial
+
+# What says where a run was made, not what it is.
+MACHINE = ("data.root", "data.resident", "run.device", "run.lanes", "run.checkpoint_every", "run.eval_every")
+OWN_WEIGHTS = ("random", "fedavg")  # that are a setting of a run; all others are the pretrained backbone
+SPLITS = ("local_val", "server_val", "local_test", "global_test", "shifted")
+COUNTERS = ("distilled", "accepted", "bytes_up", "bytes_down", "seconds", "train_loss", "failed")
+KEYS = {"experiment", "run", "method", "seed", "settings", "digest", "validation", "rows", "last", "guard", "seconds"}
+METRICS = {  # name -> where it stands in a result
+    "Local": ("local_test", "mean"),
+    "Global": ("global_test", "mean"),
+    "corruptions": ("shifted", "mean"),
+    "global model": ("global_model", "global_test"),
+    "global model, corruptions": ("global_model", "shifted"),
+}
+Result = dict[str, Any]
+
+
+def essence(config: Config) -> dict[str, Any]:
+    """The settings that a result stands for, on whatever machine: no paths, and which file the pretrained weights came
+    from is told beside it."""
+    found: dict[str, Any] = {
+        k: list(v) if isinstance(v, tuple) else v for k, v in config.flat().items() if k not in MACHINE
+    }
+    if found["model.weights"] not in OWN_WEIGHTS:
+        found["model.weights"] = "pretrained"
+    if "/" in found["distill.data"]:
+        found["distill.data"] = Path(found["distill.data"]).name
+    return found
+
+
+def vars_of(method: str) -> dict[str, Any]:
+    """A method's own settings as it has them by default."""
+    made = make_method(method, {})
+    return {k: getattr(made, k) for k in hyperparameters(method)}
+
+
+def digest(config: Config) -> str:
+    """Of the essence, less what is as the code has it by default: a setting that is new to the code and off by default
+    makes no result another's."""
+    plain = Config(method={"name": config.method_name, **vars_of(config.method_name)})
+    usual = essence(plain)
+    held = {k: v for k, v in essence(config).items() if k == "method.name" or usual[k] != v}
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def machine(device: torch.device) -> str:
+    """The device in words, such as it stands in a table."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def file_digest(path: str) -> dict[str, str] | None:
+    """Which file of weights it was."""
+    file = Path(path)
+    if not file.is_file():
+        return None
+    return {"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+
+
+def made(
+    experiment: str,
+    trial: Trial,
+    settings: Mapping[str, Any],
+    config: Config,
+    rows: Sequence[Mapping[str, Any]],
+    last: Mapping[str, Any],
+    **more: Any,
+) -> Result:
+    """A result. `rows` without per-client numbers, `last` (a summary, or the last row) with them; `more` is told as it
+    is: the device, how many runs were trained together, the weights' digest."""
+    return {
+        "experiment": experiment,
+        "run": trial.name,
+        "group": trial.group,
+        "method": config.method_name,
+        "seed": config.run.seed,
+        "settings": {k: v for k, v in settings.items() if k not in (*MACHINE, "model.weights")}
+        | ({"model.weights": trial.settings["model.weights"]} if "model.weights" in trial.settings else {}),
+        "digest": digest(config),
+        "rounds": last["round"],
+        "validation": {key: (last.get(key) or {}).get("mean") for key in ("local_val", "server_val")},
+        "guard": {
+            "kind": config.distill.guard if last["distilled"] else None,
+            "distilled": last["distilled"],
+            "accepted": last["accepted"] if config.distill.guard != "none" else None,
+        },
+        "rows": [_short(row) for row in rows],
+        "last": {k: v for k, v in last.items() if k in (*SPLITS, "global_model", "metric", "parameters")},
+        "seconds": last["seconds"],
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "versions": {"perada": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        **more,
+    }
+
+
+def _short(row: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"round": row["round"]}
+    found |= {k: {part: row[k][part] for part in ("mean", "std")} for k in SPLITS if row.get(k)}
+    found |= {k: row[k] for k in COUNTERS if k in row}
+    if row.get("global_model"):
+        found["global_model"] = row["global_model"]
+    chose = (row.get("distill") or {}).get("guard_chose")
+    return found if chose is None else {**found, "guard_chose": chose}
+
+
+def path_of(root: Path, experiment: str, run: str) -> Path:
+    return root / experiment / f"{run}.json"
+
+
+def write(root: Path, result: Result) -> Path:
+    path = path_of(root, result["experiment"], result["run"])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, (json.dumps(jsonable(result), indent=1) + "\n").encode())
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    return path
+
+
+def read(root: Path, experiment: str) -> dict[str, Result]:
+    """Run -> its result, of one experiment."""
+    found = {}
+    for path in sorted((root / experiment).glob("*.json")):
+        try:
+            result = json.loads(path.read_text("utf8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} is damaged: remove it, and reproduce that run again") from error
+        if not isinstance(result, dict) or not result.keys() >= KEYS:
+            raise InputError(f"{path} is no result of a run: remove it from the results")
+        found[path.stem] = result
+    return found
+
+
+def value(result: Result, metric: str) -> float | None:
+    """One of METRICS at the end of a run; None where it was not measured."""
+    section, key = METRICS[metric]
+    found = (result["last"].get(section) or {}).get(key)
+    return None if found is None else float(found)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds and where it lies with 95% confidence (Student's t); None with fewer than two seeds."""
+
+    mean: float
+    half: float | None
+    seeds: int
+
+    @property
+    def low(self) -> float | None:
+        return None if self.half is None else self.mean - self.half
+
+    def text(self, sign: bool = False) -> str:
+        shown = f"{self.mean:+.2f}" if sign else f"{self.mean:.2f}"
+        if self.half is None:
+            return shown
+        low, high = self.mean - self.half, self.mean + self.half
+        return f"{shown} [{low:+.2f}, {high:+.2f}]" if sign else f"{shown} ± {self.half:.2f}"
+
+
+def interval(values: Sequence[float]) -> Interval | None:
+    if not values:
+        return None
+    n, mean = len(values), float(sum(values) / len(values))
+    if n < 2:
+        return Interval(mean, None, n)
+    from scipy import stats  # here, not above: slow to import, and every command imports this module
+
+    spread = (sum((v - mean) ** 2 for v in values) / (n - 1)) ** 0.5
+    return Interval(mean, float(stats.t.ppf(0.975, n - 1)) * spread / n**0.5, n)
+
+
+def paired(ours: Mapping[int, float | None], theirs: Mapping[int, float | None]) -> Interval | None:
+    """The difference of two methods over the seeds that both have: seed by seed, as they saw the same draws."""
+    both = [(a, theirs.get(seed)) for seed, a in sorted(ours.items())]
+    return interval([a - b for a, b in both if a is not None and b is not None])

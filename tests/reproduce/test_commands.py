@@ -1,0 +1,97 @@
+"""`perada reproduce NAME` and `list`, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from perada import cli
+from perada.errors import Interrupted
+from perada.reproduce import commands, overview
+from perada.reproduce.plans import NAMES, experiments
+
+from .tiny import two
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`digits` with two runs of two rounds."""
+    held = {**experiments(), "digits": two()}
+    for module in (commands, overview):
+        monkeypatch.setattr(module, "experiments", lambda: held)
+
+
+def words(home: Path, *more: str) -> list[str]:
+    return ["reproduce", *more, "--out", str(home / "runs"), "--results", str(home / "results")]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_an_experiment_from_beginning_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words(tmp_path, "digits", "--json", "--minutes", "0.0001")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["stopped"]
+    assert found["left"] == ["perada-0", "fedavg-0"]
+    assert cli.main(words(tmp_path, "digits")) == 0
+    assert "digits: 2 of 2 runs done in 0.0 minutes\n" in capsys.readouterr().out
+    assert cli.main(words(tmp_path, "digits", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["experiment"], found["done"], found["left"]) == ("digits", ["perada-0", "fedavg-0"], [])
+    assert (found["stopped"], found["settled"], found["begun"], found["minutes_left"]) == (False, None, {}, 0)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_list_tells_what_is_left_and_by_which_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def listed() -> dict[str, dict[str, object]]:
+        assert cli.main(words(tmp_path, "list", "--json")) == 0
+        return {one["experiment"]: one for one in json.loads(capsys.readouterr().out)}
+
+    before = listed()
+    assert tuple(before) == NAMES
+    assert before["main"]["left"] == len(experiments()["main"].trials) >= 15
+    assert not before["main"]["measured"]
+    assert before["digits"]["minutes_left"] == pytest.approx(2 * 2 / 60), "two rounds each, estimated at a second"
+    assert cli.main(words(tmp_path, "digits")) == 0
+    capsys.readouterr()
+    after = listed()["digits"]
+    assert (after["done"], after["left"], after["minutes_left"]) == (2, 0, 0)
+    assert float(str(after["minutes_done"])) > 0
+    (tmp_path / "results" / "digits" / "fedavg-0.json").unlink()
+    again = listed()["digits"]
+    assert (again["left"], again["begun"]) == (1, {"fedavg-0": [2, 2]})
+    assert not again["measured"], "no FedAvg was measured"
+    assert again["minutes_left"] == 0, "its rounds are done"
+    assert cli.main(words(tmp_path, "list")) == 0
+    assert "distill-study" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["main", "--minutes", "0"], "--minutes must be above 0"),
+        (["main", "--statistics", "s.safetensors"], "give those with --weights"),
+        (["main", "--weights", "w.safetensors", "--statistics", "s.safetensors"], "no such file: w.safetensors"),
+        (["main", "--device", "cpu", "--data", "nowhere"], "nowhere"),
+        (["mian"], "No such command 'mian'"),
+    ],
+)
+def test_bad_input_is_one_line(
+    more: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["reproduce", *more]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.splitlines()[-1].startswith("error: ")
+
+
+def test_an_interruption_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*args: object, **kwargs: object) -> None:
+        raise Interrupted(tmp_path)
+
+    monkeypatch.setattr(commands, "reproduce", stop)
+    assert cli.main(words(tmp_path, "digits")) == 130
+    assert capsys.readouterr().err.endswith("The same command goes on from there.\n")

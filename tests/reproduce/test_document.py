@@ -1,0 +1,167 @@
+"""The document: from the results alone, the same bytes each time, and the checked-in one is what they make."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perada import cli
+from perada.config import resolve
+from perada.reproduce import paper, results
+from perada.reproduce.document import document, write_document
+from perada.reproduce.plans import REPORTED, experiments
+from perada.reproduce.running import state_of
+from perada.reproduce.study import settled, validation_of
+
+from .tiny import result
+
+HOME = Path(__file__).parents[2]
+
+
+def test_the_checked_in_document_is_what_the_results_make() -> None:
+    """`perada reproduce document` makes it; this is the check that CI runs."""
+    made = document(HOME / "results")
+    again = "make it again with: perada reproduce document"
+    assert (HOME / "docs" / "results.md").read_text("utf8") == made.pop(""), again
+    folder = HOME / "docs" / "results"
+    there = {p.name: p.read_text("utf8") for p in folder.glob("*.svg")} if folder.is_dir() else {}
+    assert there == made, again
+
+
+def test_the_checked_in_results_are_small_and_hold_no_path() -> None:
+    for path in (HOME / "results").rglob("*.json"):
+        text = path.read_text("utf8")
+        assert len(text) < 100_000, path
+        assert not re.search(r'"/(home|root|tmp|work|mnt)/', text), path
+
+
+def test_the_preset_is_what_the_study_settled() -> None:
+    """Once it is settled, nobody has to remember to write it down."""
+    study = experiments()["distill-study"]
+    held = state_of(study, HOME / "results").found
+    chosen = settled(study, {n: validation_of(r) for n, r in held.items()})
+    own = resolve(study.preset, {}).flat()
+    for key, value in (chosen or {}).items():
+        assert own[key] == (tuple(value) if isinstance(value, list) else value), key
+
+
+def fill(root: Path, name: str, **values: Any) -> None:
+    """Made-up results for every run of an experiment that can be there, until nothing more follows: for a number
+    that a run has no say in, `values` by the variant's name."""
+    experiment = experiments()[name]
+    while (state := state_of(experiment, root)).left:
+        for i, run in enumerate(n for n in state.left if n in state.settings):
+            trial, config = experiment.trial(run), state.configs[run]
+            base = values.get(run.rpartition("-")[0].replace("-", "_"), 50.0) + config.run.seed
+            split = {"mean": base, "std": 1.0, "per_client": {"client-00": base}}
+            last: dict[str, Any] = {"metric": "accuracy"}
+            if trial.tested:
+                last |= {"local_test": split, "global_test": {**split, "mean": base / 2}, "shifted": split}
+                last |= {"global_model": {"global_test": base + 1}}
+            row = {"round": 1, **{k: {"mean": base, "std": 1.0} for k in ("local_test", "global_test")}}
+            made = result(name, run, config.method_name, config.run.seed, last, digest=results.digest(config))
+            made |= {"rows": [row, {**row, "round": 2}], "settings": state.settings[run]}
+            made |= {"validation": {"local_val": 60.0, "server_val": 40.0 + i}}
+            made |= {"guard": {"kind": config.distill.guard, "distilled": 200, "accepted": 10}}
+            results.write(root, made)
+
+
+def section(text: str, name: str) -> str:
+    return text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+
+
+def test_with_nothing_run_it_says_so(tmp_path: Path) -> None:
+    made = document(tmp_path)
+    assert list(made) == [""]
+    for name in REPORTED:
+        assert "Nothing was run yet." in section(made[""], name)
+        assert f"**{name}**: {len(experiments()[name].trials)} of" in section(made[""], "What is missing")
+    assert "Tiny-ImageNet-pretrained" in made[""]
+
+
+def test_the_main_table_has_both_numbers_and_the_difference_with_its_interval(tmp_path: Path) -> None:
+    """PerAda 4 points above, on Local 4, on Global 2, with every seed: an interval of no width."""
+    fill(tmp_path, "main", perada=54.0, perada_no_kd=50.0)
+    text = section(document(tmp_path)[""], "main")
+    row = next(line for line in text.splitlines() if line.startswith("| perada |"))
+    cells = [c.strip() for c in row.strip("|").split("|")]
+    assert cells[:6] == ["perada", "3", "55.00 ± 2.48", "91.82", "27.50 ± 1.24", "59.05"]
+    assert cells[-1] == "30 of 600 (5%)"
+    lines = [line for line in text.splitlines() if line.startswith(("| perada −", "| the paper's"))]
+    assert "| perada − perada-no-kd | +4.00 [+4.00, +4.00] | +2.00 [+2.00, +2.00] |" in lines[0]
+    assert "| the paper's | +0.55 | +5.24 | +4.08 | +2.55 |" in lines[1]
+    assert "Global above zero with its whole interval: **yes**; Local not below −0.3: **yes**" in text
+    many = len(experiments()["main"].trials)
+    assert f"{many} of {many} runs, {many}.0 minutes in all, 2026-11-15, none, torch 0." in text
+    order = next(line for line in text.splitlines() if line.startswith("- Global:"))
+    assert order.startswith(
+        "- Global: perada > perada-no-kd > fedavg-ft > standalone > ditto; the paper: perada > ditto >"
+    )
+    assert order.endswith("7 of 10 pairs agree.")
+
+
+def test_a_target_that_is_missed_is_said_plainly(tmp_path: Path) -> None:
+    fill(tmp_path, "main", perada=49.0, perada_no_kd=50.0)
+    text = section(document(tmp_path)[""], "main")
+    assert "Global above zero with its whole interval: **no**; Local not below −0.3: **no**" in text
+
+
+def test_every_section_and_figure_of_a_complete_set(tmp_path: Path) -> None:
+    for name in REPORTED:
+        fill(tmp_path, name)
+    (tmp_path / "reading.md").write_text("A person's words.\n")
+    made = document(tmp_path)
+    assert made == document(tmp_path), "the same bytes"
+    text = made.pop("")
+    assert section(text, "Reading").strip() == "A person's words."
+    assert set(re.findall(r"\(results/([\w-]+\.svg)\)", text)) == set(made)
+    assert {"main-global_test.svg", "ablations-steps.svg", "ablations-lam.svg", "pacs-local_test.svg"} <= set(made)
+    for name, drawing in made.items():
+        root = ElementTree.fromstring(drawing)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg", name
+        assert "nothing measured" not in drawing, name
+    study = section(text, "distill-study")
+    assert "| no-kd | norms | no distillation |" in study
+    assert "Settled, and what the preset `cifar10` has: `distill.candidates" in study
+    assert "| 10 of 200 (5%) |" in study
+    assert section(text, "others").count("\n| fed") >= 10
+    left = section(text, "What is missing")
+    assert not any(f"**{name}**" in left for name in REPORTED)
+
+
+def test_a_result_of_other_settings_is_not_shown_and_named_as_such(tmp_path: Path) -> None:
+    fill(tmp_path, "pacs")
+    held = results.read(tmp_path, "pacs")["ditto-1"]
+    results.write(tmp_path, {**held, "digest": "another"})
+    text = document(tmp_path)[""]
+    assert "| ditto | 2 |" in section(text, "pacs")
+    assert "made with other settings than planned now: ditto-1" in section(text, "What is missing")
+
+
+def test_the_command_writes_it_and_takes_old_figures_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path / "results", "ablations")
+    out = tmp_path / "docs" / "results.md"
+    assert cli.main(["reproduce", "document", "--results", str(tmp_path / "results"), "--out", str(out)]) == 0
+    assert "and 5 figures" in capsys.readouterr().out
+    assert len(list((tmp_path / "docs" / "results").iterdir())) == 5
+    shutil.rmtree(tmp_path / "results")
+    assert write_document(tmp_path / "results", out) == [out]
+    assert list((tmp_path / "docs" / "results").iterdir()) == []
+
+
+def test_the_papers_numbers_are_its_own() -> None:
+    assert paper.of("main", "Global", "perada") == 59.05
+    assert paper.of("main", "corruptions", "ditto") == 44.32
+    assert paper.of("main", "global model", "perada-no-kd") == 74.22
+    assert paper.of("main", "global model, corruptions", "perada") == 64.47
+    assert paper.of("pacs", "Local", "fedavg-ft") == 79.42
+    assert paper.of("xrays", "Global", "perada") == 77.88
+    assert paper.of("pacs", "corruptions", "perada") is None
+    assert paper.of("main", "Local", "perada-guard-none") is None
+    assert {len(row) for row in paper.TABLE_1.values()} == {8}
+    assert len(paper.TABLE_1) == 17
