@@ -18,7 +18,7 @@ from small import everything, small
 from torch import Tensor, nn
 
 import perada.trainer
-from perada import simulate
+from perada import rounds, simulate
 from perada.data.batches import ClientBatches, sample_stream
 from perada.errors import InputError, RunError
 from perada.lanes import Result, State, bytes_per_lane, gather, sgd
@@ -385,6 +385,19 @@ def test_checkpoints_written_beside_the_training_are_written_in_order_and_failur
     saver.take(full)
     with pytest.raises(RunError, match="no space"):
         saver.close()
+
+
+@pytest.mark.parametrize(("beside", "saved"), [(True, [3, 6, 7]), (False, [1, 2, 3, 4, 5, 6, 7])])
+def test_short_rounds_are_not_all_saved_where_that_stops_a_gpu(
+    beside: bool, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds of two seconds, at least five seconds from one checkpoint to the next; the last one always."""
+    sim = prepare(small(method__name="perada-no-kd", train__rounds=7))
+    monkeypatch.setattr(rounds, "Saver", lambda **_: Saver(beside, now=lambda: 2.0 * sim.now.round))
+    seen, real = [], sim.snapshot
+    monkeypatch.setattr(sim, "snapshot", lambda folder: seen.append(sim.now.round) or real(folder))
+    rounds.run(sim, RunFolder(tmp_path))
+    assert seen == saved
 
 
 def test_a_snapshot_is_of_its_moment(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,16 +23,25 @@ class Progress:
     stage: str = "training"  # or pretraining
 
 
-class Saver:
-    """Writes checkpoints, one after another: `beside` the training, where that leaves a processor idle."""
+PAUSE = 5.0  # seconds from a checkpoint to the next, on a GPU: taking one there stops the training for a moment
 
-    def __init__(self, beside: bool) -> None:
+
+class Saver:
+    """Writes checkpoints, one after another: `beside` the training, where that leaves a processor idle. Rounds may be
+    short there, so that not all of them are saved."""
+
+    def __init__(self, beside: bool, now: Callable[[], float] = time.monotonic) -> None:
         self._thread = ThreadPoolExecutor(1, "perada-save") if beside else None
         self._last: Future[None] | None = None
+        self._now, self._at = now, now()
+
+    def due(self) -> bool:
+        return self._thread is None or self._now() >= self._at + PAUSE
 
     def take(self, write: Callable[[], None]) -> None:
         """Waits for the one before, and raises what went wrong with it."""
         self._wait()
+        self._at = self._now()
         if self._thread is None:
             write()
         else:
@@ -78,7 +88,7 @@ def run(
             if at >= last:
                 return rows[at]
             sim.step()
-            if sim.now.round % options.checkpoint_every == 0 or sim.now.round == last:
+            if sim.now.round == last or (sim.now.round % options.checkpoint_every == 0 and saver.due()):
                 saver.take(sim.snapshot(folder))
     except KeyboardInterrupt:
         if sim.now.changed:
