@@ -14,7 +14,7 @@ from triton.compiler.compiler import make_backend
 
 import perada.lanes.kernels as kernels
 from perada.lanes import Stem
-from perada.lanes.kernels import elsewhere, flat, images, launch, loss, norm, stem, tiles
+from perada.lanes.kernels import conv, elsewhere, flat, images, launch, loss, norm, stem, tiles
 
 TYPES = {
     torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32",
@@ -72,7 +72,7 @@ def counted(source: Any, *args: Any, make_ir: Any = ASTSource.make_ir) -> Any:
 def main() -> None:
     ASTSource.make_ir = counted
     elsewhere.start((9, 0))
-    for module in (flat, images, loss, norm, stem, tiles):
+    for module in (conv, flat, images, loss, norm, stem, tiles):
         if hasattr(module, "launch"):
             module.launch = compile_only
     launch.launch = compile_only
@@ -85,6 +85,9 @@ def main() -> None:
     whole, row = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
     kernels.cross_entropy(p, whole)
     kernels.divergence(p, p, 2.0)
+    weight = torch.zeros(2, 64, 64, 3, 3, dtype=torch.bfloat16, requires_grad=True)
+    maps = torch.zeros(4, 64, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+    kernels.lane_conv(maps, weight, 1, (1, 1)).sum().backward()
     kernels.chunk(whole[:1], whole[:1], whole[:1], p)
     kernels.picked(row[None], whole, whole, whole, whole, whole)
     pool, values = torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.ones(3, 1, 1)

@@ -21,9 +21,11 @@ from perada.data import federation
 from perada.data.augment import AUGMENT
 from perada.data.federation import Client, Federation
 from perada.distill import kl
-from perada.lanes import Stem, fold, layers
+from perada.lanes import State, Stem, conv, fold, layers
+from perada.lanes.conv import lane_conv2d
 from perada.lanes.layers import LaneBatchNorm, ResidualAdapter
 from perada.lanes.random import keep_mask
+from perada.lanes.state import flattened
 
 if sys.platform != "linux":
     pytest.skip("Triton is a Linux package", allow_module_level=True)
@@ -144,6 +146,37 @@ def test_running_statistics_without_a_gradient(parts: int, end: str, monkeypatch
         with torch.no_grad():
             found.append(functional_call(layer, tensors, (x, add, end == "relu")))
     assert_close_norm(found[1], found[0], 1e-12)
+
+
+@pytest.mark.parametrize("slotted", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "kernel", "stride"),
+    [((7, 5, 5, 4), 3, 1), ((9, 70, 8, 8), 3, 2), ((8, 6, 1, 1), 3, 1), ((8, 6, 2, 2), 3, 2), ((6, 3, 9, 12), 7, 2)],
+)
+def test_convolutions_of_lanes(
+    shape: tuple[int, ...], kernel: int, stride: int, slotted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As products of columns. A kernel lies as in a flat state, and its gradient goes where the step reads it."""
+    outputs, inputs, *size = shape
+    x, weight = draw(K * 2, inputs, *size), draw(K, outputs, inputs, kernel, kernel, seed=1)
+    state = flattened(State({"w": weight}))
+    grads = flattened(State({"w": torch.zeros_like(weight)}))
+    found = []
+    for form in ("loop", "columns"):
+        monkeypatch.setattr(conv, "fast_kernels", lambda device: kernels)
+        leaf, own = x.clone().requires_grad_(), state.params["w"].detach().requires_grad_()
+        if slotted and form == "columns":
+            own.slot = grads.params["w"]  # type: ignore[attr-defined]
+        y = lane_conv2d(leaf, own, (stride, stride), (kernel // 2,) * 2, kernel=form)
+        dx, dw = torch.autograd.grad(
+            (y * torch.arange(y.numel()).view(y.shape).cos()).sum(), (leaf, own), allow_unused=True
+        )
+        if slotted and form == "columns":
+            assert dw is None
+            dw = grads.params["w"]
+        found.append((y.detach(), dx, dw))
+    for i, (a, b) in enumerate(zip(*found, strict=True)):
+        assert_close_norm(b, a, 1e-12, what=f"result {i}")
 
 
 class Behind(nn.Module):

@@ -10,7 +10,7 @@ from helpers import assert_close_norm, assert_same_tensors
 from small import everything, small
 
 from perada.data.public import Chunks
-from perada.lanes import fast, replay
+from perada.lanes import conv, fast, replay
 from perada.lanes.state import State, flattened
 from perada.simulate import Simulation, prepare
 
@@ -75,6 +75,7 @@ def test_the_whole_fast_path_in_triton_s_interpreter(method: str, monkeypatch: p
     wanted = everything(one_round())
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
     monkeypatch.setattr(fast, "DEVICES", ("cpu",))
+    monkeypatch.setattr(conv, "choose", lambda *shape: "columns")  # where all of a model is trained
     found = one_round()
     assert found.model.__dict__["replays"]
     for name, tensor in everything(found).items():

@@ -1,4 +1,4 @@
-"""K different k×k convolutions over one folded batch, three ways, and the table that says which.
+"""K different k×k convolutions over one folded batch, four ways, and the table that says which.
 
 The table was measured with `python benchmarks/conv_kernels.py`; what it printed is kept beside it as
 `conv_kernels_cpu.json` (2 cores) and `conv_kernels_cuda.json` (one H200, eager). Nothing is tuned at run time, so a
@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Kernel = Literal["loop", "grouped", "unfold"]
+from .fast import fast_kernels
+
+Kernel = Literal["loop", "grouped", "unfold", "columns"]
 
 
 def choose(device: str, inputs: int, outputs: int, out_pixels: int) -> Kernel:
@@ -53,11 +55,14 @@ def lane_conv2d(
         (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[3 + i] - 1) - 1) // stride[i] + 1 for i in (0, 1)
     ]
     kernel = kernel or choose(x.device.type, weight.shape[2], weight.shape[1], out[0] * out[1])
+    kernels = fast_kernels(x.device) if kernel == "columns" and stride[0] == stride[1] and dilation == (1, 1) else None
+    if kernels is not None:
+        return kernels.lane_conv(x, weight, stride[0], padding)  # type: ignore[no-any-return]
     if kernel == "loop":
         parts = zip(x.chunk(lanes), weight.unbind(), strict=True)
         return torch.cat([F.conv2d(a, w, None, stride, padding, dilation) for a, w in parts])
     batch = x.shape[0] // lanes
-    if kernel == "grouped":
+    if kernel in ("grouped", "columns"):
         folded = x.reshape(lanes, batch, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
         y = F.conv2d(folded, weight.flatten(0, 1), None, stride, padding, dilation, groups=lanes)
         return y.view(batch, lanes, -1, *y.shape[2:]).transpose(0, 1).flatten(0, 1)

@@ -127,7 +127,8 @@ class Replay:
             for _ in range(span.steps):
                 self.step(span.width)
         failed = tuple(torch.nonzero(~done.finite).flatten().tolist())
-        return Result(tuple(s.map(torch.clone) for s in done.states), done.trace[:-1], failed)
+        apart = (s.map(lambda t: t.clone(memory_format=torch.contiguous_format)) for s in done.states)
+        return Result(tuple(apart), done.trace[:-1], failed)
 
     def _lanes(self, states: tuple[State, ...]) -> Iterator[tuple[State, State]]:
         """What slots hold, beside what lanes have; not what all lanes share."""

@@ -71,7 +71,20 @@ def views(like: dict[str, Tensor], flat: Tensor) -> dict[str, Tensor]:
     """`[K, total or more]` cut into tensors of the names and shapes of `like`."""
     sizes = [t[0].numel() for t in like.values()]
     *parts, _ = torch.split(flat, [*sizes, flat.shape[1] - sum(sizes)], 1)
-    return {n: p.view(flat.shape[0], *like[n].shape[1:]) for n, p in zip(like, parts, strict=True)}
+    return {n: _cut(p, like[n].shape[1:]) for n, p in zip(like, parts, strict=True)}
+
+
+def _cut(part: Tensor, shape: torch.Size) -> Tensor:
+    """`[K, n]` as lanes of this shape. A kernel `[O, I, h, w]` lies channels last, as products with pixels like it."""
+    if len(shape) != 4:
+        return part.view(part.shape[0], *shape)
+    outputs, inputs, height, width = shape
+    return part.view(part.shape[0], outputs, height, width, inputs).permute(0, 1, 4, 2, 3)
+
+
+def _side_by_side(tensor: Tensor) -> Tensor:
+    """The inverse: `[K, n]`."""
+    return (tensor.permute(0, 1, 3, 4, 2) if tensor.dim() == 5 else tensor).flatten(1)
 
 
 def flattened(state: State) -> State:
@@ -80,7 +93,7 @@ def flattened(state: State) -> State:
     def one(tensors: dict[str, Tensor]) -> Tensor:
         if not tensors:
             return next(iter(state.tensors())).new_zeros(state.lanes, 0)
-        held = [t.flatten(1) for t in tensors.values()]
+        held = [_side_by_side(t) for t in tensors.values()]
         return torch.cat([*held, held[0].new_zeros(state.lanes, -sum(t.shape[1] for t in held) % 64)], 1)
 
     return state.with_flat(one(state.params), one(state.buffers))
@@ -93,7 +106,7 @@ def on_cpu(state: State) -> State:
     flat = flattened(state).flat
     assert flat is not None
     params, buffers = (t.cpu() for t in flat)
-    return State(views(state.params, params), views(state.buffers, buffers))
+    return State(views(state.params, params), views(state.buffers, buffers)).map(Tensor.contiguous)
 
 
 def _zip(states: Sequence[State], fn: Callable[[list[Tensor]], Tensor]) -> State:

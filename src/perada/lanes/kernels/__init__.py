@@ -3,6 +3,7 @@
 Every function has a plain counterpart in torch, which runs everywhere else and which the tests compare with.
 """
 
+from .conv import lane_conv
 from .elsewhere import start
 from .flat import adam_step, keep, settle, sgd_step
 from .images import chunk, picked, views
@@ -22,6 +23,7 @@ __all__ = [
     "divergence",
     "keep",
     "lane_adapter",
+    "lane_conv",
     "lane_norm",
     "norm_and_pool",
     "picked",

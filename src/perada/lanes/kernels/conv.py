@@ -1,0 +1,137 @@
+"""K convolutions over K groups of images as one batched product, of columns of pixels with the kernels.
+
+Maps are channels_last, and a kernel is asked for as it lies in `State.flat`, channels last as well, so that neither it
+nor its gradient is turned around.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .launch import launch
+from .norm import slot_of
+from .tiles import wide
+
+
+@triton.jit
+def _columns(
+    x_ptr, out_ptr, rows, channels, height, width, out_height, out_width, stride, top, left,
+    WIDE: tl.constexpr, TAPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Row r of the output is an output pixel; its columns are taps × channels. `top`, `left`: how far the first tap
+    lies outside of the map."""
+    r, c = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
+    mask = (r < rows)[:, None] & (c < channels)[None, :]
+    image, row, column = r // (out_height * out_width), r // out_width % out_height, r % out_width
+    for tap in range(TAPS):
+        i, j = row * stride - top + tap // WIDE, column * stride - left + tap % WIDE
+        there = ((i >= 0) & (i < height) & (j >= 0) & (j < width))[:, None] & mask
+        at = ((image * height + i) * width + j)[:, None] * channels + c[None, :]
+        value = tl.load(x_ptr + at, mask=there, other=0.0)
+        tl.store(out_ptr + (r[:, None] * TAPS + tap) * channels + c[None, :], value, mask=mask)
+
+
+@triton.jit
+def _folded(
+    columns_ptr, out_ptr, rows, channels, height, width, out_height, out_width, stride, top, left,
+    WIDE: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """The gradient of `_columns`: a row is an input pixel, which sums what it gave."""
+    r, c = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
+    mask = (r < rows)[:, None] & (c < channels)[None, :]
+    image, row, column = r // (height * width), r // width % height, r % width
+    total = tl.zeros([BR, BC], ACC)
+    for tap in range(TAPS):
+        i, j = row + top - tap // WIDE, column + left - tap % WIDE
+        whole = (i >= 0) & (j >= 0) & (i % stride == 0) & (j % stride == 0)
+        there = (whole & (i // stride < out_height) & (j // stride < out_width))[:, None] & mask
+        source = (image * out_height + i // stride) * out_width + j // stride
+        at = (source[:, None] * TAPS + tap) * channels + c[None, :]
+        total += tl.load(columns_ptr + at, mask=there, other=0.0).to(ACC)
+    tl.store(out_ptr + r[:, None] * channels + c[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+class _Window(NamedTuple):
+    """Which taps of a kernel ever meet a pixel, and where: on a map of 1×1 only the middle one does."""
+
+    taps: tuple[slice, slice]
+    size: tuple[int, int]  # of the taps
+    top: int
+    left: int
+    out: tuple[int, int]
+    stride: int
+
+    @classmethod
+    def of(cls, shape: torch.Size, kernel: torch.Size, stride: int, padding: tuple[int, int]) -> _Window:
+        out = tuple((n + 2 * p - k) // stride + 1 for n, k, p in zip(shape, kernel, padding, strict=True))
+        first = [max(0, p - (o - 1) * stride) for p, o in zip(padding, out, strict=True)]
+        end = [min(k, n + p) for n, k, p in zip(shape, kernel, padding, strict=True)]
+        if [b - a for a, b in zip(first, end, strict=True)] != [1, 1]:  # a part of a kernel would have to be copied
+            first, end = [0, 0], list(kernel)
+        taps = slice(first[0], end[0]), slice(first[1], end[1])
+        size = end[0] - first[0], end[1] - first[1]
+        return cls(taps, size, padding[0] - first[0], padding[1] - first[1], (out[0], out[1]), stride)
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """`[K, O, I, h, w]` -> `[K, O, taps·I]`, a view where it lies channels_last."""
+        return weight.permute(0, 1, 3, 4, 2)[:, :, *self.taps].flatten(2)
+
+    def launch(self, kernel: Any, source: Tensor, out: Tensor, x: Tensor, rows: int, **more: Any) -> None:
+        channels, height, width = x.shape[1:]
+        across = min(64, triton.next_power_of_2(channels))
+        launch(
+            kernel, (triton.cdiv(rows, 64), triton.cdiv(channels, across)),
+            source, out, rows, channels, height, width, *self.out, self.stride, self.top, self.left,
+            WIDE=self.size[1], TAPS=self.size[0] * self.size[1], BR=64, BC=across, **more,
+        )  # fmt: skip
+
+
+class _LaneConv(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, window: _Window, slot: Tensor | None
+    ) -> Tensor:
+        x = x.contiguous(memory_format=torch.channels_last)
+        lanes, images, (down, right) = weight.shape[0], x.shape[0], window.out
+        rows, taps = images * down * right, window.size[0] * window.size[1]
+        columns = torch.empty(lanes, rows // lanes, taps * x.shape[1], dtype=x.dtype, device=x.device)
+        window.launch(_columns, x, columns, x, rows)
+        y = torch.bmm(columns, window.matrix(weight).transpose(1, 2))
+        ctx.save_for_backward(columns, weight)
+        ctx.window, ctx.slot, ctx.like = window, slot, x.shape
+        return y.view(images, down, right, -1).permute(0, 3, 1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        columns, weight = ctx.saved_tensors
+        window, lanes = ctx.window, weight.shape[0]
+        rows = g.permute(0, 2, 3, 1).reshape(lanes, -1, weight.shape[1])
+        dx = dweight = None
+        if ctx.needs_input_grad[1]:
+            written = torch.zeros_like(weight) if ctx.slot is None else ctx.slot  # which begins with zeros
+            into = window.matrix(written)
+            if into.data_ptr() == written.data_ptr() or window.size == (1, 1):  # it is a view
+                torch.bmm(rows.transpose(1, 2), columns, out=into)
+            else:
+                made = torch.bmm(rows.transpose(1, 2), columns).unflatten(2, (*window.size, -1))
+                written.permute(0, 1, 3, 4, 2)[:, :, *window.taps].copy_(made)
+            dweight = written if ctx.slot is None else None
+        if ctx.needs_input_grad[0]:
+            dcolumns = torch.bmm(rows, window.matrix(weight))
+            dx = torch.empty(ctx.like, dtype=g.dtype, device=g.device, memory_format=torch.channels_last)
+            window.launch(_folded, dcolumns, dx, dx, dx.numel() // dx.shape[1], ACC=wide(dx)[0])
+        return dx, dweight, None, None
+
+
+def lane_conv(x: Tensor, weight: Tensor, stride: int, padding: tuple[int, int]) -> Tensor:
+    """x `[K·B, I, H, W]`, weight `[K, O, I, h, w]` -> `[K·B, O, H', W']`."""
+    window = _Window.of(x.shape[2:], weight.shape[3:], stride, padding)
+    made: Tensor = _LaneConv.apply(x, weight, window, slot_of(weight))  # type: ignore[no-untyped-call]
+    return made
