@@ -354,27 +354,50 @@ warm._serve(listener, entry)
         server.kill()
 
 
-def test_work_that_hangs_is_ended(tmp_path: Path) -> None:
-    """SIGALRM in the child; whoever asked is told, and the next one is served."""
-    code = f"""
-import socket, sys, time
+@pytest.mark.parametrize(
+    ("hang", "code", "said"),
+    [
+        ("time.sleep(60)", 3, "gave up on a message"),  # its exception ends the work, which is answered for
+        ("ctypes.PyDLL(None).sleep(60)", -signal.SIGALRM & 0xFF, "ended a ClientApp"),  # none of our code runs
+    ],
+)
+def test_work_that_hangs_is_ended(tmp_path: Path, hang: str, code: int, said: str) -> None:
+    """Whoever asked is told, and the next one is served."""
+    program = f"""
+import ctypes, socket, sys, time
 from perada.flower import processes, warm
-processes.LATE = 0.1
+processes.LATE = processes.GRACE = 0.1
 listener = socket.socket(socket.AF_UNIX)
 listener.bind({str(tmp_path / "warm")!r})
 listener.listen()
 print("up", flush=True)
 def entry():
-    warm.limit(0.1)
-    time.sleep(float(sys.argv[1]))
+    try:
+        with warm.limited(float(sys.argv[1])):
+            {hang} if sys.argv[1] != "0" else None
+    except warm.TooLate:
+        sys.exit(3)
 warm._serve(listener, entry)
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == "up\n"
         env = {"PERADA_FLOWER_WARM": str(tmp_path / "warm")}
         command = [sys.executable, "-I", "-S", str(ASK), "/bin/false"]
-        assert subprocess.run([*command, "60"], env=env, check=False, timeout=20).returncode == -signal.SIGALRM & 0xFF
-        assert "ended a ClientApp" in (marked(server.stdout.readline()) or "")
+        assert subprocess.run([*command, "0.1"], env=env, check=False, timeout=20).returncode == code
+        assert said in (marked(server.stdout.readline()) or "")
         assert subprocess.run([*command, "0"], env=env, check=False, timeout=20).returncode == 0
         server.kill()
+
+
+def test_work_that_is_done_in_time_is_left_alone() -> None:
+    """Its process goes on to send the answer, longer than the limit was."""
+    program = """
+import time
+from perada.flower import processes, warm
+processes.LATE, processes.GRACE = 0.1, 60
+with warm.limited(0.1):
+    pass
+time.sleep(0.4)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=20).returncode == 0

@@ -112,15 +112,24 @@ def test_a_site_that_hangs_is_left_out_and_its_late_upload_refused(net: Net) -> 
     assert found[5] == []  # it is back
 
 
-def test_a_site_that_hangs_for_good_is_back_when_its_app_was_ended(net: Net) -> None:
-    """Nobody restarts it: the warm process's child ends itself 10 s (here) after the deadline."""
-    net.misbehave({"west": {"train-1": "sleep 600"}, "north": {f"train-{r}": "sleep 4" for r in range(2, 8)}})
-    net.setting({"deadline_s": 7.0}, train__rounds=9, distill__steps=0)
+def test_a_site_that_hangs_for_good_when_the_guard_asks_is_back_by_itself(net: Net) -> None:
+    """With distillation and the clients' guard; nobody restarts the site, it gives up (here 5 s after the deadline)."""
+    net.misbehave({"west": {"score-1": "sleep 600"}})
+    net.setting({"deadline_s": 8.0}, train__rounds=8)
+    clock = Clock(net, "stuck")
+    clock.start()
     path = net.run("stuck")
-    assert "ended a ClientApp that was at work long after" in net.said("west")
-    found = {r["round"]: r.get("absent", []) for r in rows(path)}
-    assert found[2] == ["west"]
-    assert found[9] == []
+    clock.done.set()
+    assert "gave up on a message that the server had long stopped waiting for" in net.said("west")
+    silent = [(e["round"], e["detail"]) for e in net.events("stuck") if (e["site"], e["event"]) == ("west", "silent")]
+    assert silent[0][0] == 1
+    assert silent[0][1].startswith("no answer to score within ")
+    assert clock.longest() <= 8 + 10
+    found = {r["round"]: r for r in rows(path)}
+    assert "absent" not in found[2]  # it had uploaded, and the others judged
+    assert found[2]["distill"]["guard_chose"] is not None
+    assert found[3]["absent"] == ["west"]
+    assert any("absent" not in found[r] for r in range(4, 9))  # it is back
 
 
 def test_a_site_killed_mid_round_keeps_its_adapter_and_comes_back(net: Net) -> None:
