@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from perada import cli
-from perada.errors import RunError
+from perada import cli, runs
+from perada.errors import InputError, RunError
 from perada.flower import certs, commands, control
 from perada.flower.address import free_port
 from perada.flower.control import Control
@@ -263,3 +264,18 @@ def test_two_who_look_do_not_take_each_other_for_a_server(keyed: Path) -> None:
         os.close(handle)
     with locked(folder):
         assert commands.shelf.runs(Project.open(keyed))["run-1"]["status"] == "running"
+
+
+def test_a_look_at_a_run_is_in_nobodys_way(keyed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`status` holds the run's lock for a moment; a server that begins then waits for it, but for no other server."""
+    folder = flower_json(keyed, "run-1", RUNNING)
+    monkeypatch.setattr(runs, "LOOK_S", 60.0)
+    handle = os.open(folder, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    looked = threading.Timer(0.3, os.close, [handle])
+    looked.start()
+    with locked(folder):
+        looked.join()
+        monkeypatch.setattr(runs, "LOOK_S", 0.1)
+        with pytest.raises(InputError, match="another process is at work"), locked(folder):
+            pass

@@ -18,6 +18,7 @@ from flower.wire import SITES, World, make_world, write_server
 
 from perada.flower import certs
 from perada.flower.address import Address, NoAnswer, free_port, probe
+from perada.flower.processes import descendants
 from perada.flower.project import _app
 from perada.flower.wrapped import die_with_parent
 from perada.runs import write_atomic
@@ -93,7 +94,7 @@ class Net:
     def kill(self, name: str) -> None:
         """SIGKILL, the whole tree at once, as a power cut would do."""
         process = self.running.pop(name)
-        for pid in sorted(tree(process.pid)):
+        for pid in sorted({process.pid} | descendants(process.pid)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
@@ -156,20 +157,6 @@ class Net:
     def status(self, run: str) -> dict[str, Any]:
         file = self.home / "state" / "runs" / run / "flower.json"
         return json.loads(file.read_text()) if file.exists() else {}
-
-
-def tree(pid: int) -> set[int]:
-    """A process and all below it."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue
-    found = {pid}
-    while more := {p for p, parent in parents.items() if parent in found and p not in found}:
-        found |= more
-    return found
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:
