@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -64,6 +64,33 @@ def test_the_keys_in_the_folder_are_let_in_and_no_others(tmp_path: Path) -> None
     assert not (tmp_path / "key.pub").exists()
 
 
+def test_a_key_that_cannot_be_read_now_costs_its_site_nothing(tmp_path: Path) -> None:
+    """Flower never takes back a key that was unregistered: so what is being copied anew stays let in."""
+    Link.registered, link = {}, Link(tmp_path)
+    link.admit({"a": b"0", "b": b"1"})
+    before = link.sites()
+    assert link.admit({"b": b"1"}, ["a"]) == []
+    assert link.sites() == before
+    assert link.admit({"a": b"0", "b": b"1"}) == []
+
+
+class Used(Link):
+    """Has unregistered the key of a before."""
+
+    def call(self, *words: str) -> dict[str, Any]:
+        if words[1] == "register" and words[-1] == "a":
+            raise RunError("flwr supernode: [code: 23] Public key already in use")
+        return super().call(*words)
+
+
+def test_a_key_that_flower_does_not_take_back_keeps_nobody_else_out(tmp_path: Path) -> None:
+    Link.registered, link = {}, Used(tmp_path)
+    lines = link.admit({"a": b"0", "b": b"1"})
+    assert list(link.sites().values()) == ["b"]
+    assert lines[0].startswith("warning: the key of a is not let in")
+    assert "--renew a" in lines[0]
+
+
 class Broken(Link):
     """Does not register, until it is mended."""
 
@@ -100,25 +127,25 @@ def test_a_half_copied_key_does_not_stop_the_server(tmp_path: Path) -> None:
     sites = tmp_path / "certs" / "sites"
     (sites / "b.pub").write_bytes((sites / "b.pub").read_bytes()[:40])
     (sites / "gone.pub").symlink_to(tmp_path / "nowhere")  # as a file that is taken away between two calls
-    admitted: list[set[str]] = []
+    admitted: list[tuple[set[str], list[str]]] = []
     said: list[str] = []
 
     class Counter(Control):
-        def admit(self, keys: Mapping[str, bytes], spared: object = ()) -> list[str]:
-            admitted.append(set(keys))
+        def admit(self, keys: Mapping[str, bytes], spared: Collection[str] = ()) -> list[str]:
+            admitted.append((set(keys), list(spared)))
             return []
 
     door = Door(Counter(tmp_path), tmp_path / "certs", ("a", "b", "c"), said.append)
     door.look()  # has seen the files once: they may still be growing
     assert admitted == []
     door.look()
-    assert admitted == [{"a", "c"}]
+    assert admitted == [({"a", "c"}, ["b"])]
     assert said == ["warning: b.pub cannot be read: b is not let in"]
     certs.renew_site(tmp_path / "certs", "b")
     door.look()
     door.look()
     door.look()
-    assert admitted[1:] == [{"a", "b", "c"}]
+    assert admitted[1:] == [({"a", "b", "c"}, [])]
 
 
 def test_a_flower_command_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
