@@ -136,6 +136,7 @@ def test_the_server_reads_no_app_but_ours(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if not line.startswith("perada: ")]
     assert lines == ["read", "not PerAda's own app: it holds evil.py", "FlowerError"]
+    assert "perada: refused to fetch an app from Flower's hub" in done.stdout  # it was not asked in vain
 
 
 def test_what_is_no_app_is_not() -> None:

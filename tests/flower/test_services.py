@@ -198,6 +198,20 @@ def test_a_second_site_of_a_name_is_refused(keyed: Path, tmp_path: Path, capsys:
     assert (home / "site.toml").read_text() == "theirs"
 
 
+def test_a_federation_is_not_called_as_a_folder_beside_it(
+    keyed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`init` refuses such a name; whoever writes it into the files by hand is told, too."""
+    (tmp_path / "data" / "0").mkdir(parents=True)
+    for name, words in (
+        ("server.toml", ["server", str(keyed)]),
+        ("site.toml", ["site", "--dir", str(keyed), "--name", "a", "--data", str(tmp_path / "data")]),
+    ):
+        file = keyed / name
+        file.write_text(file.read_text().replace('"federation"', '"runs"'))
+        assert "federation name 'runs'" in refusal(words, capsys)
+
+
 @pytest.mark.parametrize("command", ["server", "site"])
 def test_what_a_service_writes_is_for_its_owner_alone(
     keyed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str

@@ -115,7 +115,7 @@ def test_a_site_that_hangs_is_left_out_and_its_late_upload_refused(net: Net) -> 
 def test_a_site_that_hangs_for_good_when_the_guard_asks_is_back_by_itself(net: Net) -> None:
     """With distillation and the clients' guard; nobody restarts the site, it gives up (here 5 s after the deadline)."""
     net.misbehave({"west": {"score-1": "sleep 600"}})
-    net.setting({"deadline_s": 8.0}, train__rounds=8)
+    net.setting({"deadline_s": 8.0}, train__rounds=6)
     clock = Clock(net, "stuck")
     clock.start()
     path = net.run("stuck")
@@ -128,8 +128,7 @@ def test_a_site_that_hangs_for_good_when_the_guard_asks_is_back_by_itself(net: N
     found = {r["round"]: r for r in rows(path)}
     assert "absent" not in found[2]  # it had uploaded, and the others judged
     assert found[2]["distill"]["guard_chose"] is not None
-    assert found[3]["absent"] == ["west"]
-    assert any("absent" not in found[r] for r in range(4, 9))  # it is back
+    assert any("absent" not in found[r] for r in range(3, 7))  # it is back
 
 
 def test_a_site_killed_mid_round_keeps_its_adapter_and_comes_back(net: Net) -> None:
@@ -147,8 +146,11 @@ def test_a_site_killed_mid_round_keeps_its_adapter_and_comes_back(net: Net) -> N
         net.kill("west")
         assert_same_tensors(flat(state.newest(id)), before)
         until(lambda: net.status("killed")["round"] >= 2, 10 + 10, "round 1 is closed")
-        net.misbehave({"north": {f"train-{r}": "sleep 4" for r in range(2, 8)}})  # west needs half a minute to be back
+        times = net.said("west").count("connected to")
+        net.misbehave({"north": {f"train-{r}": "sleep 5" for r in range(2, 8)}})  # west needs half a minute to be back
         net.start("west")
+        until(lambda: net.said("west").count("connected to") > times, 60, "west is back")
+        net.misbehave({})
         assert run.wait(200) == 0
     clock.done.set()
     assert clock.longest() <= 10 + 10
@@ -167,7 +169,7 @@ def test_a_server_killed_anywhere_finishes_with_the_same_adapters(net: Net) -> N
     seed = random.randrange(2**32)
     print("seed", seed)
     draw = random.Random(seed)
-    net.setting(train__rounds=10)
+    net.setting(train__rounds=8)
     sim = simulated(net.world)
     assert net.perada("run", str(net.home), "--name", "crash", "--detach").returncode == 0
     rounds, told = [-1], 0
@@ -188,7 +190,7 @@ def test_a_server_killed_anywhere_finishes_with_the_same_adapters(net: Net) -> N
     assert len(set(rounds[1:])) >= 2
     until(lambda: net.status("crash")["status"] == "finished", 200, "the run is finished")
     assert_same(net.world, net.home / "state" / "runs" / "crash", sim)
-    assert [r["round"] for r in rows(net.home / "state" / "runs" / "crash")] == list(range(1, 11))
+    assert [r["round"] for r in rows(net.home / "state" / "runs" / "crash")] == list(range(1, 9))
 
 
 # Who does not belong.
