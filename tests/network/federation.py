@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
+from unittest.mock import patch
 
 from flower.wire import SITES, World, make_world, write_server
 
+from perada import cli
 from perada.flower import certs
 from perada.flower.address import Address, NoAnswer, free_port, probe
 from perada.flower.processes import descendants
@@ -140,9 +142,19 @@ class Net:
         """Another server.toml for the runs to come."""
         self.world.settings = write_server(self.home, {**LIMITS, **(limits or {})}, train__cohort=0, **set)
 
-    def run(self, name: str, *words: str) -> Path:
-        done = self.perada("run", str(self.home), "--name", name, *words)
-        assert done.returncode == 0, (done.stderr, self.said("server")[-3000:])
+    def begin(self, name: str, *words: str) -> None:
+        """Start a run from this process (one of its own takes seconds) and leave it to the server."""
+        with patch.dict(os.environ, self.env):
+            assert cli.main(["flower", "run", str(self.home), "--name", name, "--detach", *words]) == 0
+
+    def run(self, name: str) -> Path:
+        """A new run, until it has ended well."""
+        self.begin(name)
+        return self.finished(name)
+
+    def finished(self, name: str) -> Path:
+        until(lambda: self.status(name).get("status") in ("finished", "failed"), 240, f"the end of {name}")
+        assert self.status(name)["status"] == "finished", (self.status(name)["error"], self.said("server")[-3000:])
         return self.home / "state" / "runs" / name
 
     def misbehave(self, plan: dict[str, dict[str, str]]) -> None:

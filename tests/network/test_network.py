@@ -31,7 +31,10 @@ from perada.flower.processes import environment
 def test_real_processes_equal_the_simulator(net: Net, method: str) -> None:
     net.setting(method__name=method, train__rounds=2)
     sim = simulated(net.world)
-    path = net.run(f"parity-{method}")
+    done = net.perada("run", str(net.home), "--name", f"parity-{method}")  # as it is typed: it prints the table
+    assert done.returncode == 0, done.stderr
+    assert "Local-test" in done.stdout
+    path = net.finished(f"parity-{method}")
     assert_same(net.world, path, sim)
     last = list(rows(path))[-1]
     assert last["local_test"]["per_client"] == pytest.approx(sim.evaluate(("local",))["local_test"]["per_client"])
@@ -75,7 +78,9 @@ def test_a_run_that_cannot_go_on_says_why_and_is_resumed(net: Net) -> None:
     assert f"perada flower run {net.home} --resume --name short" in error
     net.misbehave({})
     sim = simulated(net.world)
-    assert_same(net.world, net.run("short", "--resume"), sim)
+    done = net.perada("run", str(net.home), "--name", "short", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert_same(net.world, net.finished("short"), sim)
 
 
 class Clock(threading.Thread):
@@ -98,7 +103,7 @@ class Clock(threading.Thread):
 
 def test_a_site_that_hangs_is_left_out_and_its_late_upload_refused(net: Net) -> None:
     net.misbehave({"west": {"train-1": "sleep 8"}})
-    net.setting({"deadline_s": 7.0}, train__rounds=5, distill__steps=0)
+    net.setting({"deadline_s": 7.0}, train__rounds=4, distill__steps=0)
     clock = Clock(net, "hang")
     clock.start()
     path = net.run("hang")
@@ -109,7 +114,7 @@ def test_a_site_that_hangs_is_left_out_and_its_late_upload_refused(net: Net) -> 
     assert clock.longest() <= 7 + 10
     found = {r["round"]: r.get("absent", []) for r in rows(path)}
     assert found[2] == ["west"]
-    assert found[5] == []  # it is back
+    assert [] in (found[3], found[4])  # it is back
 
 
 def test_a_site_that_hangs_for_good_when_the_guard_asks_is_back_by_itself(net: Net) -> None:
@@ -171,7 +176,7 @@ def test_a_server_killed_anywhere_finishes_with_the_same_adapters(net: Net) -> N
     draw = random.Random(seed)
     net.setting(train__rounds=8)
     sim = simulated(net.world)
-    assert net.perada("run", str(net.home), "--name", "crash", "--detach").returncode == 0
+    net.begin("crash")
     rounds, told = [-1], 0
     for kill in range(5):
         until(lambda told=told: len(net.events("crash")) > told, 60, "the run says something new")
@@ -184,13 +189,12 @@ def test_a_server_killed_anywhere_finishes_with_the_same_adapters(net: Net) -> N
         told = len(net.events("crash"))
         net.start("server")
         until(net.ready, 60, "the server is back")
-        done = net.perada("run", str(net.home), "--name", "crash", "--resume", "--detach")
-        assert done.returncode == 0, done.stderr
+        net.begin("crash", "--resume")
     print("killed in rounds", rounds)
     assert len(set(rounds[1:])) >= 2
-    until(lambda: net.status("crash")["status"] == "finished", 200, "the run is finished")
-    assert_same(net.world, net.home / "state" / "runs" / "crash", sim)
-    assert [r["round"] for r in rows(net.home / "state" / "runs" / "crash")] == list(range(1, 9))
+    path = net.finished("crash")
+    assert_same(net.world, path, sim)
+    assert [r["round"] for r in rows(path)] == list(range(1, 9))
 
 
 # Who does not belong.
