@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +18,6 @@ from perada import cli
 from perada.errors import InputError
 from perada.flower.address import Address, check_plain, free_port
 from perada.flower.processes import environment, marked
-from perada.flower.warm import ASK
 from perada.flower.wrapped import COMPONENTS, LocalOnly, is_ours
 
 # Who may give commands.
@@ -319,86 +317,3 @@ def _until(true: Any, seconds: float = 10.0) -> None:
 def test_lines_for_people_are_marked() -> None:
     assert marked("perada: hello") == "hello"
     assert marked("INFO : hello") is None
-
-
-def test_without_a_warm_process_flowers_own_program_runs(tmp_path: Path) -> None:
-    """Nobody listens there: what is given first is run instead, with the same words."""
-    command = [sys.executable, "-I", "-S", str(ASK), "/bin/echo", "--token", "a b"]
-    env = {"PERADA_FLOWER_WARM": str(tmp_path / "gone")}
-    assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout == "--token a b\n"
-    assert subprocess.run(command, env={}, capture_output=True, text=True, check=True).stdout == "--token a b\n"
-
-
-def test_the_warm_process_forks_and_tells_the_exit_code(tmp_path: Path) -> None:
-    code = f"""
-import socket, sys
-from perada.flower import warm
-listener = socket.socket(socket.AF_UNIX)
-listener.bind({str(tmp_path / "warm")!r})
-listener.listen()
-print("up", flush=True)
-def entry():
-    print(sys.argv[1:], flush=True)
-    sys.exit(int(sys.argv[1]))
-warm._serve(listener, entry)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline() == "up\n"
-        env = {"PERADA_FLOWER_WARM": str(tmp_path / "warm")}
-        for number in (0, 7):
-            done = subprocess.run(
-                [sys.executable, "-I", "-S", str(ASK), "/bin/false", str(number), "x"], env=env, check=False
-            )
-            assert done.returncode == number
-            assert f"['{number}', 'x']" in server.stdout.readline()
-        server.kill()
-
-
-@pytest.mark.parametrize(
-    ("hang", "code", "said"),
-    [
-        ("time.sleep(60)", 3, "gave up on a message"),  # its exception ends the work, which is answered for
-        ("ctypes.PyDLL(None).sleep(60)", -signal.SIGALRM & 0xFF, "ended a ClientApp"),  # none of our code runs
-    ],
-)
-def test_work_that_hangs_is_ended(tmp_path: Path, hang: str, code: int, said: str) -> None:
-    """Whoever asked is told, and the next one is served."""
-    program = f"""
-import ctypes, socket, sys, time
-from perada.flower import processes, warm
-processes.LATE = processes.GRACE = 0.1
-listener = socket.socket(socket.AF_UNIX)
-listener.bind({str(tmp_path / "warm")!r})
-listener.listen()
-print("up", flush=True)
-def entry():
-    try:
-        with warm.limited(float(sys.argv[1])):
-            {hang} if sys.argv[1] != "0" else None
-    except warm.TooLate:
-        sys.exit(3)
-warm._serve(listener, entry)
-"""
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline() == "up\n"
-        env = {"PERADA_FLOWER_WARM": str(tmp_path / "warm")}
-        command = [sys.executable, "-I", "-S", str(ASK), "/bin/false"]
-        assert subprocess.run([*command, "0.1"], env=env, check=False, timeout=20).returncode == code
-        assert said in (marked(server.stdout.readline()) or "")
-        assert subprocess.run([*command, "0"], env=env, check=False, timeout=20).returncode == 0
-        server.kill()
-
-
-def test_work_that_is_done_in_time_is_left_alone() -> None:
-    """Its process goes on to send the answer, longer than the limit was."""
-    program = """
-import time
-from perada.flower import processes, warm
-processes.LATE, processes.GRACE = 0.1, 60
-with warm.limited(0.1):
-    pass
-time.sleep(0.4)
-"""
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=20).returncode == 0
