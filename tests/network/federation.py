@@ -27,6 +27,7 @@ from perada.runs import write_atomic
 
 PERADA = [sys.executable, "-m", "perada"]
 HOOKS = Path(__file__).parent / "hooks"
+DEMO = Path(__file__).parents[2] / "examples" / "flower_demo.py"
 LIMITS = {"min_sites": 2, "deadline_s": 30.0, "hello_s": 40.0, "poll_s": 0.2, "retries": 3}
 
 
@@ -169,6 +170,35 @@ class Net:
     def status(self, run: str) -> dict[str, Any]:
         file = self.home / "state" / "runs" / run / "flower.json"
         return json.loads(file.read_text()) if file.exists() else {}
+
+
+class DemoProcess:
+    """examples/flower_demo.py with two rounds, beside everything else."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        words = [sys.executable, str(DEMO), str(self.home / "demo"), "train.rounds=2", "distill.steps=5"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(self.home)}
+        env["TORCHINDUCTOR_CACHE_DIR"] = str(self.home / "torch")
+        with (self.home / "out").open("wb") as out:
+            self.process = subprocess.Popen(words, env=env, stdout=out, stderr=out, preexec_fn=die_with_parent)
+
+    @property
+    def said(self) -> str:
+        return (self.home / "out").read_text()
+
+    def wait(self) -> int:
+        assert self.process is not None
+        return self.process.wait(300)
+
+    def stop(self) -> None:
+        """It ends its own processes."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -21,6 +21,7 @@ from .project import Project
 Say = Callable[[str], None]
 LOOK_S = 0.5
 ASK_S = 10.0  # between two questions to Flower whether the run still runs
+SOON_S = 2.0  # where the run says that it failed, which may be what an earlier try of it said
 
 
 def runs(project: Project) -> dict[str, dict[str, Any]]:
@@ -129,7 +130,7 @@ def follow(control: Control, number: str, follower: Follower, again: str) -> Pat
         now = follower.look()
         if now.get("status") == "finished":
             return follower.folder
-        if time.monotonic() - asked > ASK_S:
+        if time.monotonic() - asked > (SOON_S if now.get("status") == "failed" else ASK_S):
             asked = time.monotonic()
             try:
                 status = Control.open(control.home).run_status(number)
