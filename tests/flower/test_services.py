@@ -13,7 +13,7 @@ import pytest
 
 from perada import cli, runs
 from perada.errors import InputError, RunError
-from perada.flower import certs, commands, control
+from perada.flower import certs, commands, control, launch
 from perada.flower.address import free_port
 from perada.flower.control import Control
 from perada.flower.launch import Door
@@ -163,8 +163,10 @@ def test_a_flower_command_that_does_not_answer_is_given_up(tmp_path: Path, monke
 
 
 @pytest.fixture
-def keyed(tmp_path: Path) -> Path:
-    """A project with keys."""
+def keyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with keys, where no service may come so far as to start anything."""
+    for name in ("_serve", "_join"):
+        monkeypatch.setattr(launch, name, lambda *words: pytest.fail("it started"))
     server = f"127.0.0.1:{free_port()}"
     assert cli.main(["flower", "init", str(tmp_path / "k"), "--sites", "a,b", "--server", server]) == 0
     certs.make(tmp_path / "k" / "certs", ["fl.example.org"], ["a", "b"])
