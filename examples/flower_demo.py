@@ -150,6 +150,8 @@ def orderly() -> None:
 
 if __name__ == "__main__":
     orderly()
+    threads = max(1, (os.cpu_count() or 1) // len(SITES))  # the sites share this machine: more would only wait
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     names = (Path("runs") / f"flower-demo{f'-{n}' if n > 1 else ''}" for n in count(1))
     home = Path(sys.argv[1]) if len(sys.argv) > 1 else next(path for path in names if not path.exists())
     home.mkdir(parents=True)
