@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -284,6 +285,19 @@ def test_the_line_to_go_on_with_is_complete(keyed: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(commands.shelf, "follow", follow)
     assert cli.main(["flower", "run", str(keyed), "--name", "x", "--continue-from", "run-1"]) == 1
     assert lines == [f"perada flower run {keyed} --resume --name x --continue-from run-1"]
+
+
+def test_a_run_that_failed_is_told_soon(keyed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower is asked at once where the run's file says so, and not when it is next due."""
+    folder = flower_json(keyed, "run-1", RUNNING.replace("running", "failed"))
+    monkeypatch.setattr(Control, "open", classmethod(lambda cls, home: cls(home)))
+    monkeypatch.setattr(Control, "run_status", lambda self, number: "finished:failed")
+    monkeypatch.setattr(Control, "complaint", lambda self, number: "too few sites")
+    monkeypatch.setattr(commands.shelf, "ASK_S", 60.0)
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"too few sites.*: again"):
+        commands.shelf.follow(Control(keyed), "1", commands.shelf.Follower(folder, print), "again")
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"running"', "\0"])
