@@ -24,40 +24,28 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
+
+from perada.data.digits import digits
+from perada.flower.processes import descendants
 
 SITES = ("north", "south", "west")
 PERADA = (sys.executable, "-m", "perada")
 
 
-def split_digits(root: Path, alpha: float = 0.5, seed: int = 0, most: int = 10_000) -> dict[str, int]:
+def split_digits(root: Path, alpha: float = 0.5, seed: int = 0) -> dict[str, int]:
     """root/SITE/DIGIT/NUMBER.png; a site's share of each digit is drawn from Dir(alpha). Returns images a site."""
-    data, rng = load_digits(), np.random.default_rng(seed)
+    data, rng = digits(), np.random.default_rng(seed)
     counts = dict.fromkeys(SITES, 0)
     for label in range(10):
-        mine = np.flatnonzero(data.target == label)[:most]
+        mine = np.flatnonzero(data.targets == label)
         cuts = np.rint(np.cumsum(rng.dirichlet([alpha] * len(SITES)))[:-1] * len(mine)).astype(int)
         for site, part in zip(SITES, np.split(mine, cuts), strict=True):
             folder = root / site / str(label)
             folder.mkdir(parents=True, exist_ok=True)
             for n in part:
-                Image.fromarray(np.rint(data.images[n] * (255 / 16)).astype(np.uint8)).save(folder / f"{n:04d}.png")
+                Image.fromarray(data.images[n, 0]).save(folder / f"{n:04d}.png")
             counts[site] += len(part)
     return counts
-
-
-def family(pid: int) -> set[int]:
-    """A process and all below it."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue
-    found = {pid}
-    while more := {p for p, parent in parents.items() if parent in found and p not in found}:
-        found |= more
-    return found
 
 
 def peers(pids: set[int]) -> set[str]:
@@ -93,7 +81,7 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         while not self.stop.wait(0.5):
-            self.seen |= peers(family(os.getpid()))
+            self.seen |= peers({os.getpid()} | descendants(os.getpid()))
 
 
 @contextmanager
@@ -131,7 +119,7 @@ def demo(home: Path, *settings: str) -> int:
         code = _train(project)
     watch.stop.set()
     watch.join()
-    left = family(os.getpid()) - {os.getpid()}
+    left = descendants(os.getpid())
     print(f"addresses contacted: {', '.join(sorted(watch.seen))}; processes left: {len(left)}")
     print(f"{time.monotonic() - began:.0f} seconds in all")
     return code or wrong(watch.seen) or bool(left)
@@ -162,6 +150,8 @@ def orderly() -> None:
 
 if __name__ == "__main__":
     orderly()
+    threads = max(1, (os.cpu_count() or 1) // len(SITES))  # the sites share this machine: more would only wait
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     names = (Path("runs") / f"flower-demo{f'-{n}' if n > 1 else ''}" for n in count(1))
     home = Path(sys.argv[1]) if len(sys.argv) > 1 else next(path for path in names if not path.exists())
     home.mkdir(parents=True)

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 KEEP = 2  # checkpoints
+LOOK_S = 0.5  # seconds at most that a look at a run's lock takes
 PARTS = {
     "data.json",
     "config.toml",
@@ -61,19 +63,38 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time works in a folder."""
+    """One process at a time works in a folder. Who only looks (`at_work`) is gone in a moment: that is waited for."""
     if fcntl is None:
         yield
         return
-    handle = os.open(path, os.O_RDONLY)
+    handle, until = os.open(path, os.O_RDONLY), time.monotonic() + LOOK_S
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise InputError(f"another process is at work in {path}: wait for it, or choose another --out") from error
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if time.monotonic() >= until:
+                    what = f"another process is at work in {path}: wait for it, or choose another --out"
+                    raise InputError(what) from error
+                time.sleep(0.01)
         yield
     finally:
         os.close(handle)
+
+
+def at_work(path: Path) -> bool:
+    """Whether a process works in a folder; asked with a shared lock, so that two who look do not see each other."""
+    if fcntl is None:
+        return True
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
 
 
 def sync_folder(path: Path) -> None:

@@ -16,7 +16,7 @@ from small import adapters
 
 from flower.wire import SITES, MemoryGrid, make_world, run
 from perada.errors import InputError, RunError
-from perada.flower import link
+from perada.flower import link, server
 from perada.flower.app import serve
 from perada.flower.messages import flat
 from perada.runs import RunFolder
@@ -373,6 +373,26 @@ def test_a_reply_that_breaks_our_own_reading_is_the_sites_fault(
     refused = [(e["site"], e["detail"]) for e in events(path) if e["event"] == "refused"]
     assert refused == [("west", "train: its reply cannot be read (IndexError)")]
     assert adapters(path) == adapters(dropped)
+
+
+@pytest.mark.parametrize(("kind", "reader"), [("train", "checked_upload"), ("score", "guard_losses")])
+def test_whatever_a_reply_breaks_in_the_server_is_the_sites_fault(
+    kind: str, reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """North's, which is read second: an upload, and an answer to the guard."""
+    world = make_world(tmp_path, **{**EVERYBODY, "train__rounds": 1})
+    real, calls = getattr(server, reader), []
+
+    def broken(*words: Any) -> Any:
+        calls.append(reader)
+        if len(calls) == 2:
+            raise IndexError("list index out of range")
+        return real(*words)
+
+    monkeypatch.setattr(server, reader, broken)
+    path, _ = run(world)
+    refused = [(e["site"], e["detail"]) for e in events(path) if e["event"] == "refused"]
+    assert refused == [("north", f"{kind}: it cannot be read (IndexError)")]
 
 
 def test_two_servers_cannot_work_on_one_run(tmp_path: Path) -> None:

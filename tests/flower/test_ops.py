@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +18,6 @@ from perada import cli
 from perada.errors import InputError
 from perada.flower.address import Address, check_plain, free_port
 from perada.flower.processes import environment, marked
-from perada.flower.warm import ASK
 from perada.flower.wrapped import COMPONENTS, LocalOnly, is_ours
 
 # Who may give commands.
@@ -136,6 +134,7 @@ def test_the_server_reads_no_app_but_ours(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if not line.startswith("perada: ")]
     assert lines == ["read", "not PerAda's own app: it holds evil.py", "FlowerError"]
+    assert "perada: refused to fetch an app from Flower's hub" in done.stdout  # it was not asked in vain
 
 
 def test_what_is_no_app_is_not() -> None:
@@ -318,63 +317,3 @@ def _until(true: Any, seconds: float = 10.0) -> None:
 def test_lines_for_people_are_marked() -> None:
     assert marked("perada: hello") == "hello"
     assert marked("INFO : hello") is None
-
-
-def test_without_a_warm_process_flowers_own_program_runs(tmp_path: Path) -> None:
-    """Nobody listens there: what is given first is run instead, with the same words."""
-    command = [sys.executable, "-I", "-S", str(ASK), "/bin/echo", "--token", "a b"]
-    env = {"PERADA_FLOWER_WARM": str(tmp_path / "gone")}
-    assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout == "--token a b\n"
-    assert subprocess.run(command, env={}, capture_output=True, text=True, check=True).stdout == "--token a b\n"
-
-
-def test_the_warm_process_forks_and_tells_the_exit_code(tmp_path: Path) -> None:
-    code = f"""
-import socket, sys
-from perada.flower import warm
-listener = socket.socket(socket.AF_UNIX)
-listener.bind({str(tmp_path / "warm")!r})
-listener.listen()
-print("up", flush=True)
-def entry():
-    print(sys.argv[1:], flush=True)
-    sys.exit(int(sys.argv[1]))
-warm._serve(listener, entry)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline() == "up\n"
-        env = {"PERADA_FLOWER_WARM": str(tmp_path / "warm")}
-        for number in (0, 7):
-            done = subprocess.run(
-                [sys.executable, "-I", "-S", str(ASK), "/bin/false", str(number), "x"], env=env, check=False
-            )
-            assert done.returncode == number
-            assert f"['{number}', 'x']" in server.stdout.readline()
-        server.kill()
-
-
-def test_work_that_hangs_is_ended(tmp_path: Path) -> None:
-    """SIGALRM in the child; whoever asked is told, and the next one is served."""
-    code = f"""
-import socket, sys, time
-from perada.flower import processes, warm
-processes.LATE = 0.1
-listener = socket.socket(socket.AF_UNIX)
-listener.bind({str(tmp_path / "warm")!r})
-listener.listen()
-print("up", flush=True)
-def entry():
-    warm.limit(0.1)
-    time.sleep(float(sys.argv[1]))
-warm._serve(listener, entry)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline() == "up\n"
-        env = {"PERADA_FLOWER_WARM": str(tmp_path / "warm")}
-        command = [sys.executable, "-I", "-S", str(ASK), "/bin/false"]
-        assert subprocess.run([*command, "60"], env=env, check=False, timeout=20).returncode == -signal.SIGALRM & 0xFF
-        assert "ended a ClientApp" in (marked(server.stdout.readline()) or "")
-        assert subprocess.run([*command, "0"], env=env, check=False, timeout=20).returncode == 0
-        server.kill()

@@ -65,3 +65,21 @@ def test_the_simulation_engine_gives_what_the_simulator_gives(tmp_path: Path, ra
         time.sleep(0.2)
     assert ours(word) == set()
     assert_same(world, tmp_path / "state" / "runs" / "run", simulated(world))
+
+
+def test_nobody_is_told_of_it() -> None:
+    """Telemetry, the look for updates and Ray's usage statistics are off before anything of theirs is loaded."""
+    names = ("FLWR_TELEMETRY_ENABLED", "FLWR_DISABLE_UPDATE_CHECK", "RAY_USAGE_STATS_ENABLED")
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+class Look:
+    def find_spec(self, name, *rest):
+        if name in ("flwr", "ray"):
+            print([os.environ.get(n) for n in {names!r}], flush=True)
+sys.meta_path.insert(0, Look())
+import ray_run
+"""
+    env = {k: v for k, v in os.environ.items() if k not in names}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert set(done.stdout.splitlines()) == {"['0', '1', '0']"}

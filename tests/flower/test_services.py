@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from perada import cli
-from perada.errors import RunError
-from perada.flower import certs, commands, control
+from perada import cli, runs
+from perada.errors import InputError, RunError
+from perada.flower import certs, commands, control, launch
 from perada.flower.address import free_port
 from perada.flower.control import Control
 from perada.flower.launch import Door
@@ -63,6 +65,33 @@ def test_the_keys_in_the_folder_are_let_in_and_no_others(tmp_path: Path) -> None
     assert not (tmp_path / "key.pub").exists()
 
 
+def test_a_key_that_cannot_be_read_now_costs_its_site_nothing(tmp_path: Path) -> None:
+    """Flower never takes back a key that was unregistered: so what is being copied anew stays let in."""
+    Link.registered, link = {}, Link(tmp_path)
+    link.admit({"a": b"0", "b": b"1"})
+    before = link.sites()
+    assert link.admit({"b": b"1"}, ["a"]) == []
+    assert link.sites() == before
+    assert link.admit({"a": b"0", "b": b"1"}) == []
+
+
+class Used(Link):
+    """Has unregistered the key of a before."""
+
+    def call(self, *words: str) -> dict[str, Any]:
+        if words[1] == "register" and words[-1] == "a":
+            raise RunError("flwr supernode: [code: 23] Public key already in use")
+        return super().call(*words)
+
+
+def test_a_key_that_flower_does_not_take_back_keeps_nobody_else_out(tmp_path: Path) -> None:
+    Link.registered, link = {}, Used(tmp_path)
+    lines = link.admit({"a": b"0", "b": b"1"})
+    assert list(link.sites().values()) == ["b"]
+    assert lines[0].startswith("warning: the key of a is not let in")
+    assert "--renew a" in lines[0]
+
+
 class Broken(Link):
     """Does not register, until it is mended."""
 
@@ -99,25 +128,25 @@ def test_a_half_copied_key_does_not_stop_the_server(tmp_path: Path) -> None:
     sites = tmp_path / "certs" / "sites"
     (sites / "b.pub").write_bytes((sites / "b.pub").read_bytes()[:40])
     (sites / "gone.pub").symlink_to(tmp_path / "nowhere")  # as a file that is taken away between two calls
-    admitted: list[set[str]] = []
+    admitted: list[tuple[set[str], list[str]]] = []
     said: list[str] = []
 
     class Counter(Control):
-        def admit(self, keys: Mapping[str, bytes], spared: object = ()) -> list[str]:
-            admitted.append(set(keys))
+        def admit(self, keys: Mapping[str, bytes], spared: Collection[str] = ()) -> list[str]:
+            admitted.append((set(keys), list(spared)))
             return []
 
     door = Door(Counter(tmp_path), tmp_path / "certs", ("a", "b", "c"), said.append)
     door.look()  # has seen the files once: they may still be growing
     assert admitted == []
     door.look()
-    assert admitted == [{"a", "c"}]
+    assert admitted == [({"a", "c"}, ["b"])]
     assert said == ["warning: b.pub cannot be read: b is not let in"]
     certs.renew_site(tmp_path / "certs", "b")
     door.look()
     door.look()
     door.look()
-    assert admitted[1:] == [{"a", "b", "c"}]
+    assert admitted[1:] == [({"a", "b", "c"}, [])]
 
 
 def test_a_flower_command_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,8 +164,10 @@ def test_a_flower_command_that_does_not_answer_is_given_up(tmp_path: Path, monke
 
 
 @pytest.fixture
-def keyed(tmp_path: Path) -> Path:
-    """A project with keys."""
+def keyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with keys, where no service may come so far as to start anything."""
+    for name in ("_serve", "_join"):
+        monkeypatch.setattr(launch, name, lambda *words: pytest.fail("it started"))
     server = f"127.0.0.1:{free_port()}"
     assert cli.main(["flower", "init", str(tmp_path / "k"), "--sites", "a,b", "--server", server]) == 0
     certs.make(tmp_path / "k" / "certs", ["fl.example.org"], ["a", "b"])
@@ -168,6 +199,20 @@ def test_a_second_site_of_a_name_is_refused(keyed: Path, tmp_path: Path, capsys:
             ["site", "--dir", str(keyed), "--name", "a", "--data", str(tmp_path / "data")], capsys
         )
     assert (home / "site.toml").read_text() == "theirs"
+
+
+def test_a_federation_is_not_called_as_a_folder_beside_it(
+    keyed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`init` refuses such a name; whoever writes it into the files by hand is told, too."""
+    (tmp_path / "data" / "0").mkdir(parents=True)
+    for name, words in (
+        ("server.toml", ["server", str(keyed)]),
+        ("site.toml", ["site", "--dir", str(keyed), "--name", "a", "--data", str(tmp_path / "data")]),
+    ):
+        file = keyed / name
+        file.write_text(file.read_text().replace('"federation"', '"runs"'))
+        assert "federation name 'runs'" in refusal(words, capsys)
 
 
 @pytest.mark.parametrize("command", ["server", "site"])
@@ -242,6 +287,19 @@ def test_the_line_to_go_on_with_is_complete(keyed: Path, monkeypatch: pytest.Mon
     assert lines == [f"perada flower run {keyed} --resume --name x --continue-from run-1"]
 
 
+def test_a_run_that_failed_is_told_soon(keyed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower is asked at once where the run's file says so, and not when it is next due."""
+    folder = flower_json(keyed, "run-1", RUNNING.replace("running", "failed"))
+    monkeypatch.setattr(Control, "open", classmethod(lambda cls, home: cls(home)))
+    monkeypatch.setattr(Control, "run_status", lambda self, number: "finished:failed")
+    monkeypatch.setattr(Control, "complaint", lambda self, number: "too few sites")
+    monkeypatch.setattr(commands.shelf, "ASK_S", 60.0)
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"too few sites.*: again"):
+        commands.shelf.follow(Control(keyed), "1", commands.shelf.Follower(folder, print), "again")
+    assert time.monotonic() - began < 30
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"running"', "\0"])
 def test_status_of_a_damaged_run(keyed: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     flower_json(keyed, "run-1", text)
@@ -263,3 +321,18 @@ def test_two_who_look_do_not_take_each_other_for_a_server(keyed: Path) -> None:
         os.close(handle)
     with locked(folder):
         assert commands.shelf.runs(Project.open(keyed))["run-1"]["status"] == "running"
+
+
+def test_a_look_at_a_run_is_in_nobodys_way(keyed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`status` holds the run's lock for a moment; a server that begins then waits for it, but for no other server."""
+    folder = flower_json(keyed, "run-1", RUNNING)
+    monkeypatch.setattr(runs, "LOOK_S", 60.0)
+    handle = os.open(folder, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    looked = threading.Timer(0.3, os.close, [handle])
+    looked.start()
+    with locked(folder):
+        looked.join()
+        monkeypatch.setattr(runs, "LOOK_S", 0.1)
+        with pytest.raises(InputError, match="another process is at work"), locked(folder):
+            pass

@@ -13,9 +13,10 @@ from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
-from sklearn.datasets import load_digits
+from small import SMALL
 
 from perada.config import Config, toml_value
+from perada.data.digits import digits
 from perada.flower import app
 from perada.flower.bundle import bundle, unbundle
 from perada.flower.client import Site
@@ -26,27 +27,8 @@ TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1  # wha
 
 SITES = ("east", "north", "west")
 
-SMALL: dict[str, Any] = {
-    "data.size": 8,
-    "data.val": 0.2,
-    "data.test": 0.2,
-    "train.rounds": 3,
-    "train.cohort": 2,
-    "train.epochs": 1,
-    "train.batch": 8,
-    "train.lr": 0.02,
-    "distill.data": "glyphs",
-    "distill.size": 32,
-    "distill.batch": 16,
-    "distill.steps": 4,
-    "distill.lr": 1e-3,
-    "distill.guard": "clients",
-    "distill.candidates": [2],
-    "run.eval_every": 1,
-    "run.lanes": 1,
-    "run.device": "cpu",
-    "run.shifts": False,
-}
+HERE: dict[str, Any] = {k: v for k, v in SMALL.items() if not k.startswith("data.")}  # the data are the sites'
+HERE |= {"data.size": 8, "data.val": 0.2, "data.test": 0.2, "train.rounds": 3, "run.lanes": 1, "run.device": "cpu"}
 
 
 @dataclass
@@ -71,10 +53,8 @@ class World:
 
 def make_world(home: Path, limits: Mapping[str, Any] | None = None, **set: Any) -> World:
     """Three sites with some of the digits each, of different sizes and classes."""
-    data = load_digits()
-    images = np.rint(data.images * (255 / 16)).astype(np.uint8)
-    labels = data.target.astype(np.int64)
-    held = {}
+    data = digits()
+    images, labels, held = data.images[:, 0], data.targets, {}
     for name, size, classes, seed in (
         ("east", 36, range(6), 1),
         ("north", 30, range(3, 10), 2),
@@ -82,7 +62,7 @@ def make_world(home: Path, limits: Mapping[str, Any] | None = None, **set: Any) 
     ):
         pool = np.flatnonzero(np.isin(labels, list(classes)))
         held[name] = np.sort(np.random.default_rng(seed).permutation(pool)[:size])
-    names = np.array([str(d) for d in range(10)])
+    names = np.array(data.classes)
     home.mkdir(parents=True, exist_ok=True)
     for name, at in held.items():
         (home / name).mkdir(exist_ok=True)
@@ -102,7 +82,7 @@ def write_server(home: Path, limits: Mapping[str, Any] | None = None, **set: Any
     lines = ['preset = "digits"', "[federation]", 'name = "digits"', f"sites = {toml_value(SITES)}"]
     lines += [f"classes = {toml_value([str(d) for d in range(10)])}", "channels = 1", "[rounds]"]
     lines += [f"{k} = {toml_value(v)}" for k, v in rounds.items()]
-    given = {**SMALL, **{k.replace("__", "."): v for k, v in set.items()}}
+    given = {**HERE, **{k.replace("__", "."): v for k, v in set.items()}}
     for section in dict.fromkeys(k.partition(".")[0] for k in given):
         lines.append(f"[{section}]")
         lines += [f"{k.partition('.')[2]} = {toml_value(v)}" for k, v in given.items() if k.startswith(f"{section}.")]

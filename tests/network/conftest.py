@@ -6,8 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from network.federation import SITES, Net
+from network.federation import SITES, DemoProcess, Net
 from perada.flower import app
+
+
+@pytest.fixture(scope="session", autouse=True)
+def demo_process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoProcess]:
+    """The demo, from the first test on, where it is among those that were asked for."""
+    process = DemoProcess(tmp_path_factory.mktemp("demo"))
+    if any("demo_process" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        process.start()
+    yield process
+    process.stop()
 
 
 @pytest.fixture(scope="session")

@@ -13,17 +13,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
+from unittest.mock import patch
 
 from flower.wire import SITES, World, make_world, write_server
 
+from perada import cli
 from perada.flower import certs
 from perada.flower.address import Address, NoAnswer, free_port, probe
+from perada.flower.processes import descendants
 from perada.flower.project import _app
 from perada.flower.wrapped import die_with_parent
 from perada.runs import write_atomic
 
 PERADA = [sys.executable, "-m", "perada"]
 HOOKS = Path(__file__).parent / "hooks"
+DEMO = Path(__file__).parents[2] / "examples" / "flower_demo.py"
 LIMITS = {"min_sites": 2, "deadline_s": 30.0, "hello_s": 40.0, "poll_s": 0.2, "retries": 3}
 
 
@@ -93,7 +97,7 @@ class Net:
     def kill(self, name: str) -> None:
         """SIGKILL, the whole tree at once, as a power cut would do."""
         process = self.running.pop(name)
-        for pid in sorted(tree(process.pid)):
+        for pid in sorted({process.pid} | descendants(process.pid)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
@@ -139,9 +143,19 @@ class Net:
         """Another server.toml for the runs to come."""
         self.world.settings = write_server(self.home, {**LIMITS, **(limits or {})}, train__cohort=0, **set)
 
-    def run(self, name: str, *words: str) -> Path:
-        done = self.perada("run", str(self.home), "--name", name, *words)
-        assert done.returncode == 0, (done.stderr, self.said("server")[-3000:])
+    def begin(self, name: str, *words: str) -> None:
+        """Start a run from this process (one of its own takes seconds) and leave it to the server."""
+        with patch.dict(os.environ, self.env):
+            assert cli.main(["flower", "run", str(self.home), "--name", name, "--detach", *words]) == 0
+
+    def run(self, name: str) -> Path:
+        """A new run, until it has ended well."""
+        self.begin(name)
+        return self.finished(name)
+
+    def finished(self, name: str) -> Path:
+        until(lambda: self.status(name).get("status") in ("finished", "failed"), 240, f"the end of {name}")
+        assert self.status(name)["status"] == "finished", (self.status(name)["error"], self.said("server")[-3000:])
         return self.home / "state" / "runs" / name
 
     def misbehave(self, plan: dict[str, dict[str, str]]) -> None:
@@ -158,18 +172,33 @@ class Net:
         return json.loads(file.read_text()) if file.exists() else {}
 
 
-def tree(pid: int) -> set[int]:
-    """A process and all below it."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue
-    found = {pid}
-    while more := {p for p, parent in parents.items() if parent in found and p not in found}:
-        found |= more
-    return found
+class DemoProcess:
+    """examples/flower_demo.py with two rounds, beside everything else."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        words = [sys.executable, str(DEMO), str(self.home / "demo"), "train.rounds=2", "distill.steps=5"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(self.home)}
+        env["TORCHINDUCTOR_CACHE_DIR"] = str(self.home / "torch")
+        with (self.home / "out").open("wb") as out:
+            self.process = subprocess.Popen(words, env=env, stdout=out, stderr=out, preexec_fn=die_with_parent)
+
+    @property
+    def said(self) -> str:
+        return (self.home / "out").read_text()
+
+    def wait(self) -> int:
+        assert self.process is not None
+        return self.process.wait(300)
+
+    def stop(self) -> None:
+        """It ends its own processes."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -14,19 +13,15 @@ from typing import Any
 from safetensors.torch import save
 
 from ..errors import InputError, RunError, unknown
-from ..runs import RunFolder, write_atomic
+from ..runs import RunFolder, at_work, write_atomic
 from ..watch import caption
 from .control import Control
 from .project import Project
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 Say = Callable[[str], None]
 LOOK_S = 0.5
 ASK_S = 10.0  # between two questions to Flower whether the run still runs
+SOON_S = 2.0  # where the run says that it failed, which may be what an earlier try of it said
 
 
 def runs(project: Project) -> dict[str, dict[str, Any]]:
@@ -42,23 +37,9 @@ def _about(file: Path) -> dict[str, Any]:
         _ = about["status"], about["round"], about["rounds"]
     except (OSError, ValueError, KeyError, TypeError):
         return {"status": "damaged", "round": "?", "rounds": "?", "error": f"cannot read {file}"}
-    if about["status"] == "running" and not _at_work(file.parent):
+    if about["status"] == "running" and not at_work(file.parent):
         about["status"] = "stopped"
     return about
-
-
-def _at_work(folder: Path) -> bool:
-    """Whether a process holds the run; asked with a shared lock, so that two who look are not in each other's way."""
-    if fcntl is None:
-        return True
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
-    return False
 
 
 def pick(project: Project, name: str | None) -> Path:
@@ -149,7 +130,7 @@ def follow(control: Control, number: str, follower: Follower, again: str) -> Pat
         now = follower.look()
         if now.get("status") == "finished":
             return follower.folder
-        if time.monotonic() - asked > ASK_S:
+        if time.monotonic() - asked > (SOON_S if now.get("status") == "failed" else ASK_S):
             asked = time.monotonic()
             try:
                 status = Control.open(control.home).run_status(number)

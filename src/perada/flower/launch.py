@@ -299,7 +299,7 @@ def _join(plan: SitePlan, say: Say) -> None:
                     f"refused: {plan.server} does not know this site's key: the server's people need "
                     f"{plan.settings.name}.pub in certs/sites and {plan.settings.name} in server.toml"
                 )
-            say("the server still counts this site as connected, after a crash it does so for a while: trying again")
+            say("not let in: for a while after a crash the server counts a site as connected, or its key was removed")
             time.sleep(5)
             continue
         _explain(node, plan)

@@ -6,7 +6,8 @@ goes into loading torch. Here one process at a site loads it once and forks for 
                                              fork, and runs Flower's own program where there is none
 
 What is forked has loaded code and nothing else: no data, no model, no thread. It ends with its work, or a while after
-the server has stopped waiting for it: Flower waits without an end for one that hangs, and the site is out for good.
+the server has stopped waiting for it (`limited`): Flower would wait for one that hangs without an end, and the site
+would be out for good.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -54,12 +56,14 @@ def main(path: Path) -> None:
     app: Any = importlib.import_module("perada.flower.app")
     handle = app.handle
 
-    def limited(site: Any, content: Any) -> Any:
+    def in_time(site: Any, content: Any) -> Any:
+        within = 0.0
         with suppress(Refused):  # `handle` says so itself
-            limit(read_about(content).within)
-        return handle(site, content)
+            within = read_about(content).within
+        with limited(within):
+            return handle(site, content)
 
-    app.handle = limited
+    app.handle = in_time
     gc.freeze()  # what is loaded stays shared with the children
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -67,11 +71,37 @@ def main(path: Path) -> None:
         _serve(listener, flwr_clientapp)
 
 
-def limit(within: float) -> None:
-    """Have this process ended (SIGALRM: no code has to run for it) where it has not by then; 0 is no limit."""
-    if within > 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, min(within + processes.LATE, processes.LONGEST))
+class TooLate(Exception):
+    """Nobody waits for this work any more."""
+
+
+@contextmanager
+def limited(within: float) -> Iterator[None]:
+    """Break the work off where it goes on long after the server has stopped waiting; 0 is no limit.
+
+    First by an exception, so that the SuperNode gets an answer and can go on at once. Where none of our code runs any
+    more, this process is ended a little later (SIGALRM takes none), which the SuperNode finds out within a minute.
+    """
+    if within <= 0:
+        yield
+        return
+    late = min(within + processes.LATE, processes.LONGEST)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, late + processes.GRACE)  # stays until the process has ended
+    signal.signal(signal.SIGUSR1, _break_off)
+    timer = threading.Timer(late, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _break_off(number: int, frame: FrameType | None) -> None:
+    say("gave up on a message that the server had long stopped waiting for")
+    raise TooLate("the server has long stopped waiting")
 
 
 def _leave(path: Path) -> None:
@@ -105,7 +135,7 @@ def _serve(listener: socket.socket, entry: Callable[[], None]) -> None:
                 if ended:
                     code = os.waitstatus_to_exitcode(status)
                     if code == -signal.SIGALRM:
-                        say("ended a ClientApp that was at work long after the server had stopped waiting for it")
+                        say("ended a ClientApp that hung: this site can go on in a minute at most")
                     _tell(caller := running.pop(child), code)
                     caller.close()
 

@@ -17,7 +17,7 @@ if "perada.flower.warm" in sys.orig_argv:
     from perada.flower import site as sites
     from perada.flower.messages import read_about
 
-    processes.LATE = 10.0
+    processes.LATE = 5.0
     NAME = "params/fc.weight"
 
     def _spoil(record, what):
