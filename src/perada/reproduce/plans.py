@@ -90,9 +90,9 @@ SHIFTS: Settings = {"run.shifts": True}
 # docs/performance.md for adapters; full models by the ratio of the measured steps there (10.44 ms to 1.86 ms for 16
 # lanes; half of it where a client has one model).
 SECONDS = {"perada": 1.0, "perada-no-kd": 1.0, "ditto": 5.6, "pfedme": 9.0, "apfl": 6.0, "": 2.8}
-DISTILLING = (0.4, 0.0031)
+DISTILLING = (0.2, 0.0025)
 SMALL_SECONDS = {"perada": 0.4, "perada-no-kd": 0.4, "ditto": 1.2, "": 0.7}
-SMALL_DISTILLING = (0.3, 0.003)
+SMALL_DISTILLING = (0.2, 0.0025)
 
 
 def main_trials(preset: str, seeds: Sequence[int]) -> tuple[Trial, ...]:
