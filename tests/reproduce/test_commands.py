@@ -74,6 +74,7 @@ def test_the_list_tells_what_is_left_and_by_which_numbers(tmp_path: Path, capsys
         (["main", "--weights", "w.safetensors", "--statistics", "s.safetensors"], "no such file: w.safetensors"),
         (["main", "--device", "cpu", "--data", "nowhere"], "nowhere"),
         (["mian"], "No such command 'mian'"),
+        (["document", "--results", "nowhere"], "no such folder: nowhere"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -123,6 +123,8 @@ def document_command(
     out_file: Annotated[Path, typer.Option("--out", metavar="FILE.md")] = Path("docs/results.md"),
 ) -> None:
     """docs/results.md and its figures, from the results alone."""
+    if not results.is_dir():
+        raise InputError(f"no such folder: {results}: `perada reproduce NAME` writes results, --results says where")
     files = write_document(results, out_file)
     tell(f"wrote {out_file} and {len(files) - 1} figures")
 
@@ -131,7 +133,7 @@ def document_command(
 def pack_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a run folder, or a folder of them")],
     out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="where the pieces go")],
-    piece: Annotated[float, typer.Option(metavar="MIB", min=0.001, help="most of one piece, in MiB")] = 16.0,
+    piece: Annotated[float, typer.Option(metavar="MIB", min=0.001, help="most of one piece, in MiB")] = packing.PIECE / 2**20,
 ) -> None:
     """Run folders as numbered pieces with checksums, to go on with on another machine."""
     about = packing.pack(folder, out_dir, int(piece * 2**20))

@@ -158,7 +158,7 @@ def reproduce(
     """Train what is left, or `only` such runs or groups, until it is done or the time is over. `together`: runs at
     once; 0 is as many as is sensible on this device (on a CPU one)."""
     clock, state = clock or Clock(None), state_of(experiment, place.results)
-    known = [*experiment.groups, *(t.name for t in experiment.trials)]
+    known = list(dict.fromkeys([*experiment.groups, *(t.name for t in experiment.trials)]))
     for name in only:
         if name not in known:
             raise unknown("run", name, known)
