@@ -1,16 +1,19 @@
-"""Whole training rounds, and one recorded step by its number of lanes, on one GPU.
+"""Whole training rounds and what they are made of, and one recorded step by its number of lanes.
 
-    python benchmarks/rounds.py --method perada-no-kd --precision bf16 --rounds 4 [--out FILE.json]
+    python benchmarks/rounds.py --method perada --precision bf16 --rounds 4 [--size 64] [--set KEY=VALUE] [--out FILE]
 
 The `cifar10` preset (20 clients, Dir(0.1), 8 a round, 10 local epochs, batch 64, ResNet-18) on made-up images of
-CIFAR-10's number and size, so that nothing has to be fetched: times do not depend on what the images show.
+CIFAR-10's number and size, and 50,000 public ones, so that nothing has to be fetched: times do not depend on what they
+show. The parts are measured with a wait for the GPU at either end of each, so they are a little longer than without.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +21,57 @@ import numpy as np
 import torch
 
 import perada.data
-from perada.config import resolve
+import perada.distill
+import perada.trainer
+from perada.config import parse_setting, resolve
 from perada.data.federation import Source
 from perada.simulate import Simulation, prepare
 
+PARTS = {  # what is timed -> where it is called from
+    "training": (perada.trainer, "sgd"),
+    "teachers": (perada.distill, "teacher_logits"),
+    "distillation steps": (perada.distill, "loop"),
+    "guard": (perada.trainer.Trainer, "validation_losses"),
+}
 
-def made_up(options: object) -> Source:
+
+def made_up(options: object, size: int = 32) -> Source:
     rng = np.random.default_rng(0)
     labels = np.repeat(np.arange(10), 6000)
     rng.shuffle(labels)
-    images = rng.integers(0, 256, (60000, 3, 32, 32), dtype=np.uint8)
+    images = rng.integers(0, 256, (60000, 3, size, size), dtype=np.uint8)
     test = np.arange(60000) >= 50000
     return Source("made up", images, labels.astype(np.int64), tuple("0123456789"), (0.5,) * 3, (0.25,) * 3, test=test)
 
 
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def timed(work: Any) -> float:
-    torch.cuda.synchronize()
+    wait()
     start = time.perf_counter()
     work()
-    torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - start
+
+
+def listen() -> dict[str, float]:
+    """Seconds of each part, from now on."""
+    spent: dict[str, float] = defaultdict(float)
+
+    def wrapped(part: str, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found: list[Any] = []
+            spent[part] += timed(lambda: found.append(real(*args, **kwargs)))
+            return found[0]
+
+        return call
+
+    for part, (where, name) in PARTS.items():
+        setattr(where, name, wrapped(part, getattr(where, name)))
+    return spent
 
 
 def step_times(sim: Simulation, repeats: int = 5) -> dict[int, list[float]]:
@@ -58,36 +92,48 @@ def step_times(sim: Simulation, repeats: int = 5) -> dict[int, list[float]]:
     return {w: sorted(timed(lambda w=w: some(w)) / 20 * 1e3 for _ in range(repeats)) for w in widths}
 
 
+def measured(args: argparse.Namespace, public: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = {"method.name": args.method, "model.weights": "random", "distill.data": str(public)}
+    settings |= {"run.precision": args.precision, **dict(parse_setting(s) for s in args.set)}
+    sim, spent = prepare(resolve("cifar10", settings)), listen()
+    rounds = []
+    for at in range(args.rounds):
+        clients = sim.cohort(at)
+        spent.clear()
+        whole = timed(sim.step)
+        rounds.append({"whole": whole, **spent, "rest": whole - sum(spent.values())})
+        samples = sorted(len(sim.federation.clients[c].train) for c in clients)
+        shown = ", ".join(f"{part} {seconds:.2f}" for part, seconds in rounds[-1].items())
+        print(f"round {at}: {shown} s; training samples {samples}", flush=True)
+    evaluations = [timed(sim.evaluate) for _ in range(2)]
+    print(f"evaluation: {evaluations[0]:.2f} s, then {evaluations[1]:.2f} s", flush=True)
+    steps = step_times(sim) if sim.model.__dict__.get("replays") else {}
+    for width, found in steps.items():
+        print(f"{width:3} lanes: {found[len(found) // 2]:.3f} ms [{found[0]:.3f}–{found[-1]:.3f}]", flush=True)
+    return {"rounds_s": rounds, "evaluation_s": evaluations, "step_ms": steps}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", default="perada-no-kd")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--size", type=int, default=32, help="pixels of an image's side")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    from perada.config import parse_setting
-
-    perada.data.SOURCES["cifar10"] = made_up
-    settings = {"method.name": args.method, "model.weights": "random", "distill.steps": 0, "run.device": "cuda"}
-    settings |= {"run.precision": args.precision, **dict(parse_setting(s) for s in args.set)}
-    sim = prepare(resolve("cifar10", settings))
-    rounds = []
-    for at in range(args.rounds):
-        clients = sim.cohort(at)
-        rounds.append(timed(sim.step))
-        samples = [len(sim.federation.clients[c].train) for c in clients]
-        print(f"round {at}: {rounds[-1]:.2f} s, training samples {sorted(samples)}", flush=True)
-    evaluation = timed(sim.evaluate)
-    print(f"evaluation: {evaluation:.2f} s", flush=True)
-    steps = step_times(sim) if sim.model.__dict__.get("replays") else {}
-    for width, found in steps.items():
-        print(f"{width:3} lanes: {found[len(found) // 2]:.3f} ms [{found[0]:.3f}–{found[-1]:.3f}]", flush=True)
+    perada.data.SOURCES["cifar10"] = lambda options: made_up(options, args.size)
+    with tempfile.TemporaryDirectory() as folder:
+        public, rng = Path(folder) / "public.npz", np.random.default_rng(1)
+        images = rng.integers(0, 256, (50000, args.size, args.size, 3), dtype=np.uint8)
+        np.savez(public, images=images, labels=np.zeros(50000, np.int64))
+        found = measured(args, public)
     if args.out:
-        about = {"method": args.method, "precision": args.precision, "device": torch.cuda.get_device_name()}
-        about |= {"torch": torch.__version__, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
-        found_all = {**about, "rounds_s": rounds, "evaluation_s": evaluation, "step_ms": steps}
-        args.out.write_text(json.dumps(found_all, indent=1) + "\n")
+        gpu = torch.cuda.is_available()
+        about = {"method": args.method, "precision": args.precision, "size": args.size, "set": args.set}
+        about |= {"device": torch.cuda.get_device_name() if gpu else "cpu", "torch": torch.__version__}
+        about |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None}
+        args.out.write_text(json.dumps({**about, **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def document_command(
 def pack_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a run folder, or a folder of them")],
     out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="where the pieces go")],
-    piece: Annotated[float, typer.Option(metavar="MIB", min=0.001, help="most of one piece, in MiB")] = packing.PIECE / 2**20,
+    piece: Annotated[float, typer.Option(metavar="MIB", min=0.001, help="most of one piece")] = packing.PIECE / 2**20,
 ) -> None:
     """Run folders as numbered pieces with checksums, to go on with on another machine."""
     about = packing.pack(folder, out_dir, int(piece * 2**20))
