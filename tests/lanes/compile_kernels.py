@@ -93,6 +93,8 @@ def main() -> None:
     pool, values = torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.ones(3, 1, 1)
     kernels.views(pool, row, whole, 7, 3, 1, values, values, torch.bfloat16)
     kernels.keep(p, p, kernels.settle(whole, whole, torch.ones(2, dtype=torch.bool), p[:, 0], p[:, 0], p))
+    elsewhere.remember()
+    assert elsewhere._stamp((9, 0)).exists()
     print(len(here), *sorted(seen))
 
 

@@ -4,9 +4,11 @@ and the same elements dropped."""
 from __future__ import annotations
 
 import os
+import queue
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +33,7 @@ if sys.platform != "linux":
     pytest.skip("Triton is a Linux package", allow_module_level=True)
 
 from perada.lanes import kernels
-from perada.lanes.kernels import norm, tiles
+from perada.lanes.kernels import elsewhere, norm, tiles
 
 K = 3
 SHAPES = [(4, 5, 3, 3), (9, 8, 1, 1), (7, 70, 2, 2), (40, 3, 5, 4)]  # B, C, H, W: uneven ones, more than a tile
@@ -379,3 +381,24 @@ def test_the_compiler_takes_them(tmp_path: Path) -> None:
     compiled_here, *names = done.stdout.split()
     assert set(names) == started
     assert compiled_here == "0"
+
+
+def test_where_no_process_is_left_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end when they are not asked for a while; one that is asked for what it cannot read goes on."""
+    gone = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    gone.wait()
+    monkeypatch.setattr(elsewhere, "_started", [gone] * 3)
+    monkeypatch.setattr(elsewhere, "_idle", queue.Queue())
+    elsewhere._idle.put(gone)
+    began = time.monotonic()
+    for _ in range(3):
+        elsewhere.ask(None, None, {})
+    assert time.monotonic() - began < 1
+    for pipe in (gone.stdin, gone.stdout):
+        assert pipe is not None
+        pipe.close()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as one:
+        monkeypatch.setattr(elsewhere, "_started", [one])
+        elsewhere._idle.put(one)
+        elsewhere.ask(None, None, {})  # no source
+        assert elsewhere._idle.get_nowait() is one

@@ -27,6 +27,7 @@ from triton.compiler import ASTSource
 IDLE = 60.0  # seconds
 _idle: queue.Queue[subprocess.Popen[str]] = queue.Queue()
 _started: list[subprocess.Popen[str]] = []
+_told: list[Path] = []  # the stamp, once there are processes
 
 
 def start(capability: tuple[int, int]) -> None:
@@ -46,9 +47,15 @@ def start(capability: tuple[int, int]) -> None:
         )
         _started.append(one)
         _idle.put(one)
-    with contextlib.suppress(OSError):
-        _stamp(capability).parent.mkdir(parents=True, exist_ok=True)
-        _stamp(capability).touch()
+    _told.append(_stamp(capability))
+
+
+def remember() -> None:
+    """What was asked for is in the cache."""
+    for stamp in _told:
+        with contextlib.suppress(OSError):
+            stamp.parent.mkdir(parents=True, exist_ok=True)
+            stamp.touch()
 
 
 def _stamp(capability: tuple[int, int]) -> Path:
@@ -62,32 +69,40 @@ def _stamp(capability: tuple[int, int]) -> Path:
 
 def ask(source: Any, target: Any, options: dict[str, Any]) -> None:
     """Has this compiled, if there are processes for it. What goes wrong there goes wrong here, too, and is said."""
-    if not _started:
+    one = _free()
+    if one is None or one.stdin is None or one.stdout is None:
         return
-    what = {
-        "kernel": [source.fn.__module__, source.fn.__name__],
-        "signature": source.signature,
-        "constants": [[*_path(path), value] for path, value in source.constants.items()],
-        "attrs": [[*_path(path), value] for path, value in source.attrs.items()],
-        "target": [target.backend, target.arch, target.warp_size],
-        "options": options,
-    }
-    try:
-        line = json.dumps(what, default=_encoded)
-        one = _idle.get(timeout=IDLE)
-        assert one.stdin is not None
-        assert one.stdout is not None
-        one.stdin.write(line + "\n")
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # then it is compiled here
+        what = {
+            "kernel": [source.fn.__module__, source.fn.__name__],
+            "signature": source.signature,
+            "constants": [[_listed(path), value] for path, value in source.constants.items()],
+            "attrs": [[_listed(path), value] for path, value in source.attrs.items()],
+            "target": [target.backend, target.arch, target.warp_size],
+            "options": options,
+        }
+        one.stdin.write(json.dumps(what, default=_encoded) + "\n")
         one.stdin.flush()
         one.stdout.readline()
-        _idle.put(one)
-    except (OSError, ValueError, TypeError, AttributeError, queue.Empty):  # then it is compiled here
-        return
+    _idle.put(one)
+
+
+def _free() -> subprocess.Popen[str] | None:
+    """One that has nothing to do; None where none is left, as they end when they are not asked for a while."""
+    while any(one.poll() is None for one in _started):
+        with contextlib.suppress(queue.Empty):
+            one = _idle.get(timeout=1.0)
+            if one.poll() is None:
+                return one
+    return None
 
 
 def asking(kernel: Any, device: int) -> None:
     """From now on this kernel asks before it is compiled."""
-    getattr(kernel, "device_caches", {})[device]  # as Triton makes it, with what compiles
+    caches = getattr(kernel, "device_caches", None)
+    if caches is None:
+        return
+    caches[device]  # which Triton makes, together with what compiles
     real = getattr(kernel, "compile", None)
     if real is None or getattr(real, "asks", False):
         return
@@ -100,8 +115,8 @@ def asking(kernel: Any, device: int) -> None:
     kernel.compile = compile_
 
 
-def _path(path: Any) -> tuple[Any]:
-    return (list(path) if isinstance(path, tuple) else path,)
+def _listed(path: Any) -> Any:
+    return list(path) if isinstance(path, tuple) else path
 
 
 def _encoded(value: Any) -> Any:

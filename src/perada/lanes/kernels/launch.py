@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .elsewhere import asking
+from .elsewhere import asking, remember
 
 INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # then there is nothing to compile
 
@@ -52,3 +52,4 @@ def compiling() -> Iterator[None]:
             found, _compiling = _compiling[1], None
     for one in found:
         one.result()
+    remember()

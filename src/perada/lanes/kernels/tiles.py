@@ -172,6 +172,7 @@ class Tiles(NamedTuple):
 WHOLE = 1024  # rows that one program can hold, with few enough channels
 UNROLL = 8  # blocks that a program has under way at once
 MOST = 128  # parts
+TICKETS = 1 << 16  # lanes × blocks of channels
 PROGRAMS = 512  # enough to keep a large GPU busy; with more of them each has too little to do
 
 
@@ -185,6 +186,7 @@ def tiles(x: Tensor, lanes: int, sums: bool = True) -> Tiles:
         across = min(32, triton.next_power_of_2(channels)) if rows <= 128 else across
         block = triton.next_power_of_2(rows), across
         return Tiles(lanes, rows, channels, pixels, 1, block, max(4, min(8, block[0] * block[1] // 1024)))
+    assert lanes * triton.cdiv(channels, across) <= TICKETS
     parts = max(2, min(MOST, PROGRAMS // (lanes * triton.cdiv(channels, across)), triton.cdiv(rows, 64)))
     return Tiles(lanes, rows, channels, pixels, parts, (64, across))
 
@@ -197,7 +199,7 @@ def wide(tensor: Tensor) -> tuple[Any, torch.dtype]:
 def tickets(device: torch.device) -> Tensor:
     """Zeros that every kernel leaves as it finds them. Kernels that use them are started one after the other."""
     if device not in _tickets:
-        _tickets[device] = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+        _tickets[device] = torch.zeros(TICKETS, dtype=torch.int32, device=device)
     return _tickets[device]
 
 
