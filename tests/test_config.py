@@ -177,6 +177,12 @@ def test_a_file_that_is_no_toml_is_named(text: str, tmp_path: Path) -> None:
         resolve(str(path))
 
 
+def test_a_run_folder_is_no_preset(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(InputError, match=f"--out {tmp_path} --resume"):
+        resolve(str(tmp_path), {})
+
+
 def test_a_config_is_frozen() -> None:
     config = resolve("digits")
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -212,6 +212,8 @@ def _read(source: str) -> dict[str, Any]:
     known = presets()
     path = Path(source).expanduser()
     if source not in known and path.suffix != ".toml":
+        if (path / "config.toml").is_file():
+            raise InputError(f"{source} is a run folder: to go on with it, perada train --out {source} --resume")
         raise unknown("preset", source, known)
     try:
         if source in known:
