@@ -1,6 +1,6 @@
 """Compiles the kernels that a step needs for a GPU that is not here: the interpreter, which the other tests use, takes
-more than the compiler does. Run by test_kernels.py in a process of its own; prints the kernels' names, and how many of
-them were not found where the processes that compile had left them."""
+more than the compiler does. Run by test_compiling.py in a process of its own; prints how many of them were not found
+where the processes that compile had left them, and the kernels' names."""
 
 from __future__ import annotations
 

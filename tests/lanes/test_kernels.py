@@ -3,14 +3,8 @@ and the same elements dropped."""
 
 from __future__ import annotations
 
-import os
-import queue
-import re
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,7 +27,7 @@ if sys.platform != "linux":
     pytest.skip("Triton is a Linux package", allow_module_level=True)
 
 from perada.lanes import kernels
-from perada.lanes.kernels import elsewhere, norm, tiles
+from perada.lanes.kernels import norm, tiles
 
 K = 3
 SHAPES = [(4, 5, 3, 3), (9, 8, 1, 1), (7, 70, 2, 2), (40, 3, 5, 4)]  # B, C, H, W: uneven ones, more than a tile
@@ -366,39 +360,3 @@ def test_what_lanes_see_at_their_steps() -> None:
     assert torch.equal(found, targets[samples])
     assert torch.equal(folded, fold(keys[lanes], steps))
     assert all(torch.equal(folded[i], fold(keys[k : k + 1], s)[0]) for i, (k, s) in enumerate([(3, 0), (0, 6), (2, 3)]))
-
-
-def test_the_compiler_takes_them(tmp_path: Path) -> None:
-    """For a GPU that need not be here; the interpreter is not as strict. All are compiled by other processes."""
-    script = Path(__file__).with_name("compile_kernels.py")
-    unset = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, script], env={**unset, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    files = Path(kernels.__file__).parent.glob("*.py")
-    started = {name for f in files for name in re.findall(r"launch\(\s*(_\w+)", f.read_text())}
-    compiled_here, *names = done.stdout.split()
-    assert set(names) == started
-    assert compiled_here == "0"
-
-
-def test_where_no_process_is_left_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They end when they are not asked for a while; one that is asked for what it cannot read goes on."""
-    gone = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    gone.wait()
-    monkeypatch.setattr(elsewhere, "_started", [gone] * 3)
-    monkeypatch.setattr(elsewhere, "_idle", queue.Queue())
-    elsewhere._idle.put(gone)
-    began = time.monotonic()
-    for _ in range(3):
-        elsewhere.ask(None, None, {})
-    assert time.monotonic() - began < 1
-    for pipe in (gone.stdin, gone.stdout):
-        assert pipe is not None
-        pipe.close()
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as one:
-        monkeypatch.setattr(elsewhere, "_started", [one])
-        elsewhere._idle.put(one)
-        elsewhere.ask(None, None, {})  # no source
-        assert elsewhere._idle.get_nowait() is one
