@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .conv import choose
 from .fast import plain
+from .layers import LaneConv2d
 from .model import LaneModel
 
 STATES = 6  # copies of a lane's parameters in a step: kept, computed with, gradients, new, and as they came and go
@@ -24,6 +26,13 @@ def bytes_per_lane(model: LaneModel, size: tuple[int, int], batch: int) -> int:
             kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
+    def columns(layer: LaneConv2d, given: tuple[Tensor], out: Tensor) -> None:
+        """What a trained convolution keeps instead of its input, where it is a product of columns."""
+        (outputs, inputs, *taps), pixels = layer.weight.shape[-4:], out.shape[2] * out.shape[3]
+        trained = layer.weight.dim() == 5 and taps != [1, 1]
+        if trained and choose(model.device.type, inputs, outputs, pixels) == "columns":
+            kept[id(layer)] = len(out) * pixels * inputs * taps[0] * taps[1] * out.element_size()
+
     def as_is(tensor: Any) -> Any:
         return tensor
 
@@ -31,8 +40,11 @@ def bytes_per_lane(model: LaneModel, size: tuple[int, int], batch: int) -> int:
     images = torch.zeros(2, 3, *size, dtype=dtype, device=model.device)
     for p in state.params.values():
         p.requires_grad_()
+    hooks = [m.register_forward_hook(columns) for m in model.module.modules() if isinstance(m, LaneConv2d)]
     with plain(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(remember, as_is):
         keys = torch.zeros(1, dtype=torch.int64, device=model.device)
         logits = model(state.map(torch.clone), images, norm="train", dropout=keys)
     del logits
+    for hook in hooks:
+        hook.remove()
     return int(REST * sum(kept.values()) * batch / 2) + STATES * state.bytes_per_lane()

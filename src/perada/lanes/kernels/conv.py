@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,11 +22,11 @@ from .tiles import wide
 
 @triton.jit
 def _columns(
-    x_ptr, out_ptr, rows, channels, height, width, out_height, out_width, stride, top, left,
+    x_ptr, out_ptr, rows, channels, length, height, width, out_height, out_width, stride, top, left,
     WIDE: tl.constexpr, TAPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Row r of the output is an output pixel; its columns are taps × channels. `top`, `left`: how far the first tap
-    lies outside of the map."""
+    """Row r of the output is an output pixel; its columns are taps × channels, and zeros up to `length`. `top`, `left`:
+    how far the first tap lies outside of the map."""
     r, c = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
     mask = (r < rows)[:, None] & (c < channels)[None, :]
     image, row, column = r // (out_height * out_width), r // out_width % out_height, r % out_width
@@ -34,12 +35,16 @@ def _columns(
         there = ((i >= 0) & (i < height) & (j >= 0) & (j < width))[:, None] & mask
         at = ((image * height + i) * width + j)[:, None] * channels + c[None, :]
         value = tl.load(x_ptr + at, mask=there, other=0.0)
-        tl.store(out_ptr + (r[:, None] * TAPS + tap) * channels + c[None, :], value, mask=mask)
+        tl.store(out_ptr + r[:, None] * length + tap * channels + c[None, :], value, mask=mask)
+    if length > TAPS * channels:
+        q = TAPS * channels + tl.arange(0, 8)
+        rest = (r < rows)[:, None] & (q < tl.where(tl.program_id(1) == 0, length, 0))[None, :]
+        tl.store(out_ptr + r[:, None] * length + q[None, :], tl.zeros([BR, 8], out_ptr.dtype.element_ty), mask=rest)
 
 
 @triton.jit
 def _folded(
-    columns_ptr, out_ptr, rows, channels, height, width, out_height, out_width, stride, top, left,
+    columns_ptr, out_ptr, rows, channels, length, height, width, out_height, out_width, stride, top, left,
     WIDE: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The gradient of `_columns`: a row is an input pixel, which sums what it gave."""
@@ -52,7 +57,7 @@ def _folded(
         whole = (i >= 0) & (j >= 0) & (i % stride == 0) & (j % stride == 0)
         there = (whole & (i // stride < out_height) & (j // stride < out_width))[:, None] & mask
         source = (image * out_height + i // stride) * out_width + j // stride
-        at = (source[:, None] * TAPS + tap) * channels + c[None, :]
+        at = source[:, None] * length + tap * channels + c[None, :]
         total += tl.load(columns_ptr + at, mask=there, other=0.0).to(ACC)
     tl.store(out_ptr + r[:, None] * channels + c[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -78,17 +83,23 @@ class _Window(NamedTuple):
         size = end[0] - first[0], end[1] - first[1]
         return cls(taps, size, padding[0] - first[0], padding[1] - first[1], (out[0], out[1]), stride)
 
+    def length(self, channels: int) -> int:
+        """Of a row of columns: matrix units want a multiple of 8."""
+        return -(-channels * self.size[0] * self.size[1] // 8) * 8
+
     def matrix(self, weight: Tensor) -> Tensor:
-        """`[K, O, I, h, w]` -> `[K, O, taps·I]`, a view where it lies channels_last."""
-        return weight.permute(0, 1, 3, 4, 2)[:, :, *self.taps].flatten(2)
+        """`[K, O, I, h, w]` -> `[K, O, length]`, a view where it lies channels_last and no zeros are needed."""
+        found = weight.permute(0, 1, 3, 4, 2)[:, :, *self.taps].flatten(2)
+        rest = self.length(weight.shape[2]) - found.shape[2]
+        return F.pad(found, (0, rest)) if rest else found
 
     def launch(self, kernel: Any, source: Tensor, out: Tensor, x: Tensor, rows: int, **more: Any) -> None:
         channels, height, width = x.shape[1:]
         across = min(64, triton.next_power_of_2(channels))
         launch(
             kernel, (triton.cdiv(rows, 64), triton.cdiv(channels, across)),
-            source, out, rows, channels, height, width, *self.out, self.stride, self.top, self.left,
-            WIDE=self.size[1], TAPS=self.size[0] * self.size[1], BR=64, BC=across, **more,
+            source, out, rows, channels, self.length(channels), height, width, *self.out, self.stride, self.top,
+            self.left, WIDE=self.size[1], TAPS=self.size[0] * self.size[1], BR=64, BC=across, **more,
         )  # fmt: skip
 
 
@@ -99,11 +110,11 @@ class _LaneConv(torch.autograd.Function):
     ) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
         lanes, images, (down, right) = weight.shape[0], x.shape[0], window.out
-        rows, taps = images * down * right, window.size[0] * window.size[1]
-        columns = torch.empty(lanes, rows // lanes, taps * x.shape[1], dtype=x.dtype, device=x.device)
+        rows = images * down * right
+        columns = torch.empty(lanes, rows // lanes, window.length(x.shape[1]), dtype=x.dtype, device=x.device)
         window.launch(_columns, x, columns, x, rows)
         y = torch.bmm(columns, window.matrix(weight).transpose(1, 2))
-        ctx.save_for_backward(columns, weight)
+        ctx.save_for_backward(columns if ctx.needs_input_grad[1] else None, weight)
         ctx.window, ctx.slot, ctx.like = window, slot, x.shape
         return y.view(images, down, right, -1).permute(0, 3, 1, 2)
 
@@ -116,11 +127,12 @@ class _LaneConv(torch.autograd.Function):
         dx = dweight = None
         if ctx.needs_input_grad[1]:
             written = torch.zeros_like(weight) if ctx.slot is None else ctx.slot  # which begins with zeros
-            into = window.matrix(written)
-            if into.data_ptr() == written.data_ptr() or window.size == (1, 1):  # it is a view
+            into, length = window.matrix(written), window.size[0] * window.size[1] * weight.shape[2]
+            view = into.data_ptr() == written.data_ptr() or window.size == (1, 1)
+            if view and into.shape[2] == length:
                 torch.bmm(rows.transpose(1, 2), columns, out=into)
             else:
-                made = torch.bmm(rows.transpose(1, 2), columns).unflatten(2, (*window.size, -1))
+                made = torch.bmm(rows.transpose(1, 2), columns)[:, :, :length].unflatten(2, (*window.size, -1))
                 written.permute(0, 1, 3, 4, 2)[:, :, *window.taps].copy_(made)
             dweight = written if ctx.slot is None else None
         if ctx.needs_input_grad[0]:
