@@ -21,11 +21,11 @@ import perada.trainer
 from perada import rounds, simulate
 from perada.data.batches import ClientBatches, sample_stream
 from perada.errors import InputError, RunError
-from perada.lanes import Result, State, bytes_per_lane, gather, sgd
+from perada.lanes import Result, State, bytes_per_lane, gather, memory, sgd
 from perada.models import build_backbone
 from perada.rounds import Saver
 from perada.runs import RunFolder
-from perada.simulate import Simulation, lanes_at_once, prepare
+from perada.simulate import Simulation, lanes_at_once, precision_of, prepare
 from perada.trainer import Trainer
 
 METHODS = ["perada", "perada-no-kd", "standalone", "fedavg"]
@@ -443,6 +443,34 @@ def test_a_lane_costs_more_with_more_images_and_larger_ones() -> None:
     assert small_one > own
     assert batch - own == pytest.approx(2 * (small_one - own), rel=0.01)
     assert size - own == pytest.approx(4 * (small_one - own), rel=0.1)
+
+
+def test_a_lane_of_a_whole_model_costs_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where a trained convolution keeps a column of its input for every pixel of its output."""
+    model, adapters = (prepare(small(method__name=m)).model for m in ("ditto", "perada-no-kd"))
+    before = [bytes_per_lane(m, (8, 8), 10) for m in (model, adapters)]
+    monkeypatch.setattr(memory, "choose", lambda *shape: "columns")
+    columns = 9 * (64 * (3 + 16 + 16) + 16 * (16 + 32) + 4 * (32 + 64))  # resnet8: 3×3 taps on maps of 8×8, 4×4, 2×2
+    found = [bytes_per_lane(m, (8, 8), 10) for m in (model, adapters)]
+    assert found[0] - before[0] == pytest.approx(1.3 * 10 * 4 * columns, abs=2)
+    assert found[1] == before[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "capability", "wanted"),
+    [
+        ("auto", "cpu", None, "fp32"),
+        ("auto", "cuda", (9, 0), "bf16"),
+        ("auto", "cuda", (7, 5), "fp32"),
+        ("fp32", "cuda", (9, 0), "fp32"),
+    ],
+)
+def test_the_precision_is_the_machine_s(
+    asked: str, device: str, capability: tuple[int, int] | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it was asked for: a run that moves from a GPU to a machine without one goes on."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert precision_of(asked, torch.device(device)) == wanted
 
 
 def test_clients_validate_together_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

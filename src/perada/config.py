@@ -50,7 +50,7 @@ class RunOptions:
 
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["fp32", "tf32", "bf16", "fp64"] = "fp32"  # tf32 and bf16 need a GPU; lanes are kept in fp32
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"  # auto: bf16 on a GPU, else fp32
     eval_every: int = 1
     checkpoint_every: int = 1
     lanes: int = 0  # most lanes trained at once; 0 is all of a cohort's, or as many as there is memory for

@@ -40,7 +40,7 @@ from .runs import Checkpoint, RunFolder, device_of
 from .trainer import Trainer, sample_loss
 
 Say = Callable[[str], None]
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+DTYPES = dict.fromkeys(("auto", "fp32", "tf32", "bf16"), torch.float32) | {"fp64": torch.float64}  # lanes are kept in
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,8 @@ def lanes_at_once(sim: Simulation) -> tuple[int, str]:
     if not asked and fit < lanes:
         chosen = fit
     named = "1 lane" if chosen == 1 else f"{chosen} lanes"
-    what = f"{named} at once, about {chosen * each / 2**30:.1f} GiB of {free / 2**30:.1f} free"
+    named += f" at once in {precision_of(sim.config.run.precision, device)}"
+    what = f"{named}, about {chosen * each / 2**30:.1f} GiB of {free / 2**30:.1f} free"
     return (chosen if chosen < lanes else 0), what + (f"; {lanes} lanes take turns" if chosen < lanes else "")
 
 
@@ -299,12 +300,20 @@ def model_of(config: Config, net: ResNet, method: Method, device: torch.device) 
     """The lanes that the method trains, over the backbone."""
     adapter = config.model.adapter if method.parts.adapters else None
     model = lane_model(net, method.parts.trains, adapter, config.model.dropout, config.run.seed)
-    compute = torch.bfloat16 if config.run.precision == "bf16" else None
+    compute = torch.bfloat16 if precision_of(config.run.precision, device) == "bf16" else None
     return model.to(device, DTYPES[config.run.precision], compute)
+
+
+def precision_of(asked: str, device: torch.device) -> str:
+    """What "auto" is on this device: the fastest precision that costs no accuracy (docs/performance.md)."""
+    if asked != "auto":
+        return asked
+    return "bf16" if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
 
 
 def arithmetic(precision: str, device: torch.device) -> None:
     """How a GPU multiplies is a setting of the whole process."""
+    precision = precision_of(precision, device)
     if device.type != "cuda":
         if precision in ("tf32", "bf16"):
             raise InputError(f"run.precision={precision} needs a GPU: use fp32, or --device cuda")
