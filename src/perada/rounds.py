@@ -23,7 +23,7 @@ class Progress:
     stage: str = "training"  # or pretraining
 
 
-PAUSE = 5.0  # seconds from a checkpoint to the next, on a GPU: taking one there stops the training for a moment
+PAUSE = 15.0  # seconds from a checkpoint to the next, on a GPU: taking one there stops the training for a moment
 
 
 class Saver:

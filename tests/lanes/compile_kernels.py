@@ -14,7 +14,7 @@ from triton.compiler.compiler import make_backend
 
 import perada.lanes.kernels as kernels
 from perada.lanes import Stem
-from perada.lanes.kernels import conv, elsewhere, flat, images, launch, loss, norm, stem, tiles
+from perada.lanes.kernels import adapter, conv, elsewhere, flat, images, launch, loss, norm, stem, tiles
 
 TYPES = {
     torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32",
@@ -72,15 +72,17 @@ def counted(source: Any, *args: Any, make_ir: Any = ASTSource.make_ir) -> Any:
 def main() -> None:
     ASTSource.make_ir = counted
     elsewhere.start((9, 0))
-    for module in (conv, flat, images, loss, norm, stem, tiles):
+    for module in (adapter, conv, flat, images, loss, norm, stem, tiles):
         if hasattr(module, "launch"):
             module.launch = compile_only
     launch.launch = compile_only
     everything(torch.bfloat16, 2, 64)  # rows in parts
     everything(torch.float32, 2, 1)  # one program has all rows
     p, some = torch.zeros(2, 64), torch.ones(2, 1)
-    kernels.sgd_step(p, p, some, None)
-    kernels.sgd_step(p, p.bfloat16(), some, (p, some, p[0]))
+    moves = torch.ones(2, dtype=torch.bool)
+    kernels.length(p.bfloat16(), some)
+    kernels.sgd_step(p, p, some, None, moves)
+    kernels.sgd_step(p, p.bfloat16(), some, (p, some, p[0]), moves)
     kernels.adam_step(p, p, p, p, some.double(), p, (0.9, 0.999), 1e-8)
     whole, row = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
     kernels.cross_entropy(p, whole)
@@ -92,7 +94,8 @@ def main() -> None:
     kernels.picked(row[None], whole, whole, whole, whole, whole)
     pool, values = torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.ones(3, 1, 1)
     kernels.views(pool, row, whole, 7, 3, 1, values, values, torch.bfloat16)
-    kernels.keep(p, p, kernels.settle(whole, whole, torch.ones(2, dtype=torch.bool), p[:, 0], p[:, 0], p))
+    kernels.blocks(torch.zeros(2, 3, 8, 8, dtype=torch.bfloat16))
+    kernels.keep(p, p, kernels.settle(whole, whole, moves, p[:, 0], p[:, 0], p))
     elsewhere.remember()
     assert elsewhere._stamp((9, 0)).exists()
     print(len(here), *sorted(seen))

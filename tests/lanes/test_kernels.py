@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import assert_close_norm
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -27,10 +28,11 @@ if sys.platform != "linux":
     pytest.skip("Triton is a Linux package", allow_module_level=True)
 
 from perada.lanes import kernels
-from perada.lanes.kernels import norm, tiles
+from perada.lanes.kernels import adapter, norm, tiles
 
 K = 3
-SHAPES = [(4, 5, 3, 3), (9, 8, 1, 1), (7, 70, 2, 2), (40, 3, 5, 4)]  # B, C, H, W: uneven ones, more than a tile
+SHAPES = [(4, 5, 3, 3), (9, 8, 1, 1), (7, 70, 2, 2), (40, 3, 5, 4), (16, 16, 4, 4)]
+"""B, C, H, W: uneven ones, more than a tile; the last is even."""
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
@@ -103,16 +105,54 @@ def test_adapters(
     inputs.append(draw(K, channels, channels, 1, 1, seed=3))
 
     def make(x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor) -> Made:
-        adapter = ResidualAdapter(channels, dropped, "layer").double().eval()
-        adapter.norm.mode = "train"
+        layer = ResidualAdapter(channels, dropped, "layer").double().eval()
+        layer.norm.mode = "train"
         mean, var = torch.zeros(K, channels, dtype=torch.float64), torch.ones(K, channels, dtype=torch.float64)
         tensors = {"norm.weight": weight, "norm.bias": bias, "conv.weight": matrix}
         tensors |= {"norm.running_mean": mean, "norm.running_var": var}
         if active:
             tensors["dropout.key"] = torch.tensor([5, -7, 2**62 + 12345])
-        return functional_call(adapter, tensors, (x,)), (mean, var)
+        return functional_call(layer, tensors, (x,)), (mean, var)
 
     both(make, inputs, monkeypatch, 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(9, 16, 5, 3), (40, 32, 2, 2), (3, 64, 8, 8)])
+@pytest.mark.parametrize("dropped", [0.0, 0.3])
+@pytest.mark.parametrize(("mode", "grad"), [("train", True), ("batch", True), ("batch", False), ("running", False)])
+def test_adapters_of_few_channels(
+    shape: tuple[int, ...], dropped: float, mode: str, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose product is taken where the norm is applied."""
+    monkeypatch.setattr(adapter, "WHOLE", 1)
+    monkeypatch.setattr(adapter, "TYPES", {torch.float32})
+    monkeypatch.setattr(adapter, "normed", None)  # the other way
+    batch, channels, *size = shape
+    inputs = [draw(K * batch, channels, *size) + 1, draw(K, channels, seed=1), draw(K, channels, seed=2)]
+    inputs.append(draw(K, channels, channels, 1, 1, seed=3))
+
+    def make(x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor) -> Made:
+        layer = ResidualAdapter(channels, dropped, "layer").eval()
+        layer.norm.mode = mode  # type: ignore[assignment]
+        mean, var = draw(K, channels, seed=4).float(), draw(K, channels, seed=5).float().square() + 0.1
+        tensors = {"norm.weight": weight, "norm.bias": bias, "conv.weight": matrix}
+        tensors |= {"norm.running_mean": mean, "norm.running_var": var}
+        tensors["dropout.key"] = torch.tensor([5, -7, 2**62 + 12345])
+        if grad:
+            return functional_call(layer, tensors, (x,)), (mean, var)
+        with torch.no_grad():
+            y = functional_call(layer, tensors, (x,))
+        return y + 0 * sum(t.sum() for t in (x, weight, bias, matrix)), (mean, var)  # as a gradient is taken
+
+    both(make, [t.float() for t in inputs], monkeypatch, 1e-5)
+
+
+@pytest.mark.parametrize("size", [(32, 32), (6, 10), (2, 2)])
+def test_images_in_blocks(size: tuple[int, int]) -> None:
+    """As the stem's convolution wants them."""
+    x = draw(3, 3, *size)
+    want = F.pad(F.pixel_unshuffle(x, 2), (2, 1, 2, 1, 0, 4))
+    assert torch.equal(kernels.blocks(x), want)
 
 
 def test_the_elements_dropped_are_those_of_the_plain_path() -> None:
@@ -121,7 +161,7 @@ def test_the_elements_dropped_are_those_of_the_plain_path() -> None:
     zeros, ones = torch.zeros(K, 6, dtype=torch.float64), torch.ones(K, 6, dtype=torch.float64)
     noise = draw(K * 4, 6, 3, 2).contiguous(memory_format=torch.channels_last)
     how = norm.How(kernels.Statistics(zeros.clone(), ones.clone(), "batch", 0.1, 1e-5), drop=norm.Drop(keys, salt, 0.4))
-    y, *_ = norm._normed(noise, zeros, ones, how, None)
+    y, *_ = norm.normed(noise, zeros, ones, how, None)
     kept = keep_mask(fold(keys, salt), 4 * 6 * 3 * 2, 0.4).view(noise.shape)
     assert torch.equal(y != 0, kept)
     assert 0.5 < kept.double().mean() < 0.7
@@ -173,6 +213,25 @@ def test_convolutions_of_lanes(
         found.append((y.detach(), dx, dw))
     for i, (a, b) in enumerate(zip(*found, strict=True)):
         assert_close_norm(b, a, 1e-12, what=f"result {i}")
+
+
+def test_a_frozen_convolution_as_a_product_of_columns() -> None:
+    """One kernel for all lanes, which wants no gradient: then the columns are not kept."""
+    x, layer = draw(6, 5, 8, 7), nn.Conv2d(5, 4, 3, 2, 1, bias=False).double().requires_grad_(False)
+    leaves, sizes = [x.clone().requires_grad_() for _ in range(2)], []
+
+    def keep(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        got = kernels.lane_conv(leaves[0], layer.weight.unsqueeze(0), 2, (1, 1))
+    want = layer(leaves[1])
+    weights = torch.arange(want.numel(), dtype=want.dtype).view(want.shape).cos()
+    grads = [torch.autograd.grad((y * weights).sum(), leaf)[0] for y, leaf in zip((got, want), leaves, strict=True)]
+    assert_close_norm(got, want, 1e-12, what="output")
+    assert_close_norm(*grads, 1e-12, what="gradient")
+    assert max(sizes) == layer.weight.numel()
 
 
 class Behind(nn.Module):
@@ -311,16 +370,28 @@ def test_a_step_on_everything_at_once(centre: str, size: int) -> None:
     rates, pull = numbers[:, :1], numbers[:, 1:]  # neighbours in memory, as a loop keeps them
     where = (torch.arange(size) % 3 > 0).double()
     wanted = p - rates * (g if towards is None else g + pull * (p - towards) * where)
-    found, total = kernels.sgd_step(p, g, rates, None if towards is None else (towards, pull, where))
-    assert_close_norm(found, wanted, 1e-14)
-    assert_close_norm(total, wanted.sum(1), 1e-12)
+    wanted[1] = p[1]  # does not move
+    before = p.clone()
+    assert_close_norm(kernels.length(g, rates), (g * rates).abs().sum(1), 1e-12)
+    moves = torch.tensor([True, False, True])
+    kernels.sgd_step(p, g, rates, None if towards is None else (towards, pull, where), moves)
+    assert_close_norm(p, wanted, 1e-14)
+    assert torch.equal(p[1], before[1])
 
 
-def test_a_lane_that_is_not_finite_shows_in_its_sum() -> None:
-    p, g = draw(K, 3000), draw(K, 3000, seed=1)
-    g[1, 2999], g[2, 0] = torch.nan, torch.inf
-    _, total = kernels.sgd_step(p, g, torch.ones(K, 1).double(), None)
-    assert total.isfinite().tolist() == [True, False, False]
+@np.errstate(all="ignore")  # the interpreter computes with numpy
+def test_a_step_that_is_not_finite_shows_in_its_length() -> None:
+    p, g = draw(4, 6000), draw(4, 6000, seed=1)
+    g[1, 5999], g[2, 0] = torch.nan, -torch.inf
+    rates = torch.tensor([1.0, 1.0, 1.0, 1e308], dtype=torch.float64)[:, None]
+    assert kernels.length(g, rates).isfinite().tolist() == [True, False, False, False]
+    g[3] = 0.0
+    p[3, 7], g[3, 7] = 1.5e308, -1.0  # finite, but not together
+    before = p.clone()
+    assert kernels.length(g, rates).isfinite().tolist() == [True, False, False, True]
+    kernels.sgd_step(p, g, rates, None, torch.tensor([True, False, False, True]))
+    assert p.isfinite().all()
+    assert torch.equal(p[3], before[3])
 
 
 def test_the_last_word_of_a_step() -> None:

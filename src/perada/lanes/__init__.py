@@ -4,7 +4,7 @@ Knows nothing of federated learning. See docs/architecture.md.
 """
 
 from .convert import adapt, default_groups
-from .fast import fast_kernels, get_ready
+from .fast import fast_kernels, get_ready, side_by_side
 from .gradient import Batch, Gradient, Loss, Options
 from .layers import (
     LaneBatchNorm,
@@ -66,6 +66,7 @@ __all__ = [
     "scale",
     "scatter",
     "sgd",
+    "side_by_side",
     "split",
     "stack",
     "uniform",

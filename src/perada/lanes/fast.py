@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 _plain = False
 DEVICES = ("cuda",)  # tests add the CPU, where Triton's interpreter runs them
@@ -35,6 +36,21 @@ def get_ready(device: torch.device) -> None:
     kernels = fast_kernels(device)
     if kernels is not None and device.type == "cuda":
         kernels.start(torch.cuda.get_device_capability(device))
+
+
+Layer = Callable[[Tensor], Tensor]
+
+
+def side_by_side(less: Layer, more: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Both of x; on a GPU at the same time, as far as they leave each other room."""
+    kernels = fast_kernels(x.device)
+    if kernels is None:
+        return less(x), more(x)
+    with kernels.beside(x):
+        first = less(x)
+    second = more(x)
+    kernels.join(x.device, first)
+    return first, second
 
 
 @contextmanager

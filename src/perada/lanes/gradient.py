@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .fast import fast_kernels
 from .layers import Norm
 from .model import Group, LaneModel
 from .state import State, views
@@ -46,6 +47,7 @@ class Gradient:
         self.lanes = lanes  # int64 [k], which lanes these are
         self.losses: Tensor | None = None  # [k], of the first call
         self.totals: list[Tensor] = []  # [k] each: a lane is finite if its numbers in all of them are
+        self.last: list[Callable[[Tensor], None]] = []  # told which lanes move, bool [k]: they write over parameters
         self.summed: set[int] = set()  # the new tensors (their id) whose totals are there already
         self.flat: Tensor | None = None  # the last call's gradients side by side, as the parameters lie
 
@@ -65,6 +67,9 @@ class Gradient:
         each = self.loss(logits, self.batch.targets)
         losses = (each if self.batch.weights is None else each * self.batch.weights).mean(1)
         found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+        kernels = fast_kernels(self.model.device)
+        if kernels is not None:
+            kernels.join(self.model.device)
         losses = losses.detach()
         if self.losses is None:
             self.losses = losses

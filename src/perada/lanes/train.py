@@ -183,6 +183,8 @@ def one_step(
     gradient.totals += [n.flatten(1).sum(1) for _, n in pairs if id(n) not in gradient.summed]
     moves = _settled(run, gradient, width)
     kernels = fast_kernels(model.device)
+    for write in gradient.last:
+        write(moves)
     for o, n in pairs:  # not a product with a mask: 0·NaN is NaN
         if kernels is not None and o.dim() == 2 and o.is_contiguous() and n.is_contiguous():
             kernels.keep(o, n, moves)
@@ -268,21 +270,20 @@ def _columns(state: State, names: Iterable[str]) -> Tensor:
 
 
 def _flat_step(state: State, gradient: Gradient, rates: Tensor, pull: tuple[Tensor, ...] | None) -> State:
-    """The same for all parameters at once, where they lie side by side; what is not trained has no gradient.
+    """The same for all parameters at once, where they lie side by side; what is not trained has no gradient. A kernel
+    writes over them when it is known which lanes move.
 
     pull: the centre, its strengths, and ones where it pulls."""
     assert state.flat is not None
     assert gradient.flat is not None
     p, g, kernels = state.flat[0], gradient.flat, fast_kernels(gradient.flat.device)
     if kernels is not None and p.is_contiguous():
-        new, total = kernels.sgd_step(p, g, rates, pull)
-        gradient.totals.append(total)
-        gradient.summed.add(id(new))
-    else:
-        g = g.to(p.dtype)
-        g = g if pull is None else g + pull[1] * (p - pull[0]) * pull[2]
-        new = torch.addcmul(p, g, rates, value=-1.0)
-    return state.with_flat(new, state.flat[1])
+        gradient.totals.append(kernels.length(g, rates))
+        gradient.last.append(lambda moves: kernels.sgd_step(p, g, rates, pull, moves))
+        return state
+    g = g.to(p.dtype)
+    g = g if pull is None else g + pull[1] * (p - pull[0]) * pull[2]
+    return state.with_flat(torch.addcmul(p, g, rates, value=-1.0), state.flat[1])
 
 
 def _one_each(lanes: int, **given: Sequence[float]) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..lanes import Group, LaneBatchNorm, Stem, default_groups, key_of
+from ..lanes import Group, LaneBatchNorm, Stem, default_groups, key_of, side_by_side
 
 
 def normed(norm: nn.Module, x: Tensor, add: Tensor | None = None) -> Tensor:
@@ -37,8 +37,13 @@ class BasicBlock(nn.Module):
             self.downsample = nn.Sequential(nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = normed(self.bn1, self.conv1(x))
-        return normed(self.bn2, self.conv2(y), x if self.downsample is None else self.downsample(x))
+        if self.downsample is None:
+            return normed(self.bn2, self._inner(x), x)
+        shortcut, y = side_by_side(self.downsample, self._inner, x)
+        return normed(self.bn2, y, shortcut)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.conv2(normed(self.bn1, self.conv1(x)))  # type: ignore[no-any-return]
 
 
 class ResNet(nn.Module):

@@ -13,14 +13,29 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _sgd(
-    p_ptr, g_ptr, centre_ptr, rate_ptr, pull_ptr, pulled_ptr, out_ptr, total_ptr, size, centre_stride, rate_stride,
-    pull_stride, PULL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """p − rate (g + pull (p − centre)), lane by lane, the pull where `pulled` is one."""
+def _length(g_ptr, rate_ptr, total_ptr, size, rate_stride, BLOCK: tl.constexpr):
     k = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < size
+    g = tl.load(g_ptr + k * size + i, mask=i < size, other=0.0).to(total_ptr.dtype.element_ty)
+    tl.atomic_add(total_ptr + k, tl.sum(tl.abs(g * tl.load(rate_ptr + k * rate_stride)), 0))
+
+
+def length(g: Tensor, rates: Tensor) -> Tensor:
+    """Σ|rate·g| of each lane, `[K]`, taken in any order: good for telling whether a step on g `[K, n]` is finite."""
+    total = torch.zeros(g.shape[0], dtype=rates.dtype, device=g.device)
+    grid = (g.shape[0], triton.cdiv(g.shape[1], 4 * _BLOCK))
+    launch(_length, grid, g, rates, total, g.shape[1], rates.stride(0), BLOCK=4 * _BLOCK)
+    return total
+
+
+@triton.jit
+def _sgd(
+    p_ptr, g_ptr, centre_ptr, rate_ptr, pull_ptr, pulled_ptr, moves_ptr, size, centre_stride, rate_stride, pull_stride,
+    PULL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    k = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < tl.where(tl.load(moves_ptr + k) != 0, size, 0)
     p = tl.load(p_ptr + k * size + i, mask=mask, other=0.0)
     g = tl.load(g_ptr + k * size + i, mask=mask, other=0.0).to(p_ptr.dtype.element_ty)
     if PULL:
@@ -29,22 +44,20 @@ def _sgd(
             towards = p - tl.load(centre_ptr + k * centre_stride + i, mask=mask, other=0.0)
             g += pull * towards * tl.load(pulled_ptr + i, mask=mask, other=0.0)
     new = p - tl.load(rate_ptr + k * rate_stride) * g
-    tl.store(out_ptr + k * size + i, new, mask=mask)
-    tl.atomic_add(total_ptr + k, tl.sum(tl.where(mask, new, 0.0), 0))
+    tl.store(p_ptr + k * size + i, new, mask=mask & (tl.abs(new) < float("inf")))
 
 
-def sgd_step(p: Tensor, g: Tensor, rates: Tensor, pull: tuple[Tensor, Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """p and g `[K, n]`, rates `[K, 1]`; pull: the centre `[K, n]` or `[1, n]`, its strengths `[K, 1]`, and ones `[n]`
-    where it pulls, zeros where not. Returns the new p, and its sums `[K]`, good for telling whether a lane is finite
-    (they are taken in any order)."""
-    out, total = torch.empty_like(p), torch.zeros(p.shape[0], dtype=p.dtype, device=p.device)
+def sgd_step(p: Tensor, g: Tensor, rates: Tensor, pull: tuple[Tensor, Tensor, Tensor] | None, moves: Tensor) -> None:
+    """p − rate (g + pull (p − centre)) over p, in the lanes that move (bool `[K]`). p and g `[K, n]`, rates `[K, 1]`;
+    pull: the centre `[K, n]` or `[1, n]`, its strengths `[K, 1]`, and ones `[n]` where it pulls, zeros where not. What
+    would not be finite stays as it is."""
     centre, strength, where = (p, rates, p) if pull is None else pull
     strides = 0 if centre.shape[0] == 1 else centre.stride(0), rates.stride(0), strength.stride(0)
     launch(
         _sgd, (p.shape[0], triton.cdiv(p.shape[1], _BLOCK)),
-        p, g, centre, rates, strength, where, out, total, p.shape[1], *strides, PULL=pull is not None, BLOCK=_BLOCK,
+        p, g, centre, rates, strength, where, moves.view(torch.int8), p.shape[1], *strides, PULL=pull is not None,
+        BLOCK=_BLOCK,
     )  # fmt: skip
-    return out, total
 
 
 @triton.jit

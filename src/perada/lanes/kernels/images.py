@@ -73,6 +73,32 @@ def views(
 
 
 @triton.jit
+def _blocks(x_ptr, out_ptr, pixels, height, width, BLOCK: tl.constexpr):
+    """A row of the output is a block of 2×2 pixels: 16 numbers, of which three colours make twelve."""
+    n, i, q = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 16)
+    inside = (i < pixels)[:, None] & (q < 16)[None, :]
+    across = width // 2 + 3
+    row = 2 * (i // across - 2)[:, None] + (q // 2 % 2)[None, :]
+    column = 2 * (i % across - 2)[:, None] + (q % 2)[None, :]
+    there = (row >= 0) & (row < height) & (column >= 0) & (column < width) & (q < 12)[None, :] & inside
+    at = ((n * height + row) * width + column) * 3 + (q // 4)[None, :]
+    value = tl.load(x_ptr + at, mask=there, other=0.0)
+    tl.store(out_ptr + (n * pixels + i)[:, None] * 16 + q[None, :], value, mask=inside)
+
+
+def blocks(x: Tensor) -> Tensor:
+    """Colour images `[n, 3, H, W]` in blocks of 2×2 pixels, `pixel_unshuffle` as channels: `[n, 16, H/2 + 3, W/2 + 3]`,
+    with zeros for two blocks above and left, one below and right, and the last four channels."""
+    x = x.contiguous(memory_format=torch.channels_last)
+    n, _, height, width = x.shape
+    out = height // 2 + 3, width // 2 + 3
+    made = torch.empty(n, 16, *out, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    pixels = out[0] * out[1]
+    launch(_blocks, (n, triton.cdiv(pixels, 64)), x, made, pixels, height, width, BLOCK=64)
+    return made
+
+
+@triton.jit
 def _picked(
     index_ptr, row_ptr, key_ptr, lane_ptr, step_ptr, target_ptr, sample_out, target_out, key_out, capacity, batch,
     BLOCK: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Batch norm over lanes, with the dropout, the residual sum and the ReLU that stand around it, and the adapter.
+"""Batch norm over lanes, with the dropout, the residual sum and the ReLU that stand around it.
 
 Where a program can hold all rows of some channels a norm is one kernel forward and one backward, otherwise two.
 """
@@ -37,7 +37,8 @@ from .tiles import (
 def _forward(
     x_ptr, add_ptr, y_ptr, copy_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr,
     key_ptr, rows, channels, pixels, stride, running_stride, salt, threshold,
-    SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, MOMENTUM: tl.constexpr,
+    SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, POWER: tl.constexpr,
+    MOMENTUM: tl.constexpr,
     EPS: tl.constexpr, KEEP: tl.constexpr, RUNNING: tl.constexpr, COPY: tl.constexpr, ACC: tl.constexpr,
     WHOLE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +67,7 @@ def _forward(
         mean, rstd = lane_values(mean_ptr, rstd_ptr, k, c, inside, channels, ACC)
     y = (x - mean[None, :]) * (rstd * weight)[None, :] + bias[None, :]
     if DROP:
-        y = tl.where(kept(mixed(tl.load(key_ptr + k) + salt), r, c, channels, pixels, threshold), y * SCALE, 0.0)
+        y = tl.where(kept(mixed(tl.load(key_ptr + k) + salt), r, c, channels, pixels, threshold, POWER), y * SCALE, 0.0)
     if ADD:
         y += tl.load(add_ptr + lane + at, mask=mask, other=0.0).to(ACC)
     if RELU:
@@ -76,8 +77,9 @@ def _forward(
 
 @triton.jit
 def _gradient(
-    centred, g_ptr, y_ptr, weight, bias, key_ptr, at, mask, k, r, c, channels, pixels, salt, threshold,
-    SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, ACC: tl.constexpr,
+    centred, g_ptr, y_ptr, scale, bias, key_ptr, at, mask, k, r, c, channels, pixels, salt, threshold,
+    SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, POWER: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """The gradient that reaches the norm, behind ReLU (where the output is positive) and dropout."""
     g = tl.load(g_ptr + at, mask=mask, other=0.0).to(ACC)
@@ -85,9 +87,9 @@ def _gradient(
         if ADD:
             g = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0) > 0, g, 0.0)
         else:  # computing the output again is cheaper than reading it
-            g = tl.where(centred * weight[None, :] + bias[None, :] > 0, g, 0.0)
+            g = tl.where(centred * scale[None, :] + bias[None, :] > 0, g, 0.0)
     if DROP:
-        g = tl.where(kept(mixed(tl.load(key_ptr + k) + salt), r, c, channels, pixels, threshold), g * SCALE, 0.0)
+        g = tl.where(kept(mixed(tl.load(key_ptr + k) + salt), r, c, channels, pixels, threshold, POWER), g * SCALE, 0.0)
     return g
 
 
@@ -96,8 +98,9 @@ def _backward_sums(
     x_ptr, g_ptr, y_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, key_ptr, part_ptr, sums_ptr, dweight_ptr, dbias_ptr,
     ticket_ptr, rows, channels, pixels, stride, dweight_stride, dbias_stride, parts, chunk, loops,
     salt, threshold,
-    SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, ACC: tl.constexpr,
-    UNROLL: tl.constexpr, MOST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, POWER: tl.constexpr,
+    ACC: tl.constexpr,
+    EVEN: tl.constexpr, UNROLL: tl.constexpr, MOST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Σg and Σ g·x̂ of a part of the rows; the last of the parts has them of all, which are the affine's gradients."""
     k, column, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -110,16 +113,16 @@ def _backward_sums(
     lane = k * rows * channels
     for i in tl.range(0, loops, loop_unroll_factor=UNROLL):
         r = part * chunk + i * BR + tl.arange(0, BR)
-        mask = (r < end)[:, None] & inside[None, :]
+        mask = tl.full([BR, BC], 1, tl.int1) if EVEN else (r < end)[:, None] & inside[None, :]
         at = r[:, None] * channels + c[None, :]
-        x = (tl.load(x_ptr + lane + at, mask=mask, other=0.0).to(ACC) - mean[None, :]) * rstd[None, :]
+        x = tl.load(x_ptr + lane + at, mask=mask, other=0.0).to(ACC) - mean[None, :]
         g = _gradient(
-            x, g_ptr + lane, y_ptr + lane, weight, bias, key_ptr, at, mask, k, r, c, channels, pixels, salt, threshold,
-            SCALE, RELU, ADD, DROP, ACC,
+            x, g_ptr + lane, y_ptr + lane, weight * rstd, bias, key_ptr, at, mask, k, r, c, channels, pixels, salt,
+            threshold, SCALE, RELU, ADD, DROP, POWER, ACC,
         )  # fmt: skip
         first += g  # zero outside
         second += g * x
-    first, second = tl.sum(first, 0), tl.sum(second, 0)
+    first, second = tl.sum(first, 0), tl.sum(second, 0) * rstd
     at = part_ptr + (k * parts + part) * 2 * channels + c
     tl.store(at, first, mask=inside)
     tl.store(at + channels, second, mask=inside)
@@ -141,7 +144,8 @@ def affine_grads(first, second, k, c, inside, dweight_ptr, dbias_ptr, dweight_st
 def _backward(
     x_ptr, g_ptr, y_ptr, extra_ptr, dx_ptr, add_grad_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, sums_ptr, key_ptr,
     dweight_ptr, dbias_ptr, rows, channels, pixels, stride, dweight_stride, dbias_stride, salt, threshold,
-    SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, EXTRA: tl.constexpr,
+    SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, POWER: tl.constexpr,
+    EXTRA: tl.constexpr,
     ACC: tl.constexpr, WHOLE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """dx = w/σ (g − mean(g) − x̂ mean(g·x̂)) (+ extra); the residual's gradient; those of the affine `[K, C]`."""
@@ -152,21 +156,22 @@ def _backward(
     mean, rstd = lane_values(mean_ptr, rstd_ptr, k, c, inside, channels, ACC)
     weight, bias = lane_values(weight_ptr, bias_ptr, k, c, inside, stride, ACC)
     lane, at = k * rows * channels, r[:, None] * channels + c[None, :]
-    centred = (tl.load(x_ptr + lane + at, mask=mask, other=0.0).to(ACC) - mean[None, :]) * rstd[None, :]
+    centred = tl.load(x_ptr + lane + at, mask=mask, other=0.0).to(ACC) - mean[None, :]
+    scale = weight * rstd
     # A residual's gradient is the one before dropout, and dropout never stands with a residual.
     g = _gradient(
-        centred, g_ptr + lane, y_ptr + lane, weight, bias, key_ptr, at, mask, k, r, c, channels, pixels, salt,
-        threshold, SCALE, RELU, ADD, DROP, ACC,
+        centred, g_ptr + lane, y_ptr + lane, scale, bias, key_ptr, at, mask, k, r, c, channels, pixels, salt,
+        threshold, SCALE, RELU, ADD, DROP, POWER, ACC,
     )  # fmt: skip
     if WHOLE:
         first = tl.sum(tl.where(mask, g, 0.0), 0)
-        second = tl.sum(tl.where(mask, g * centred, 0.0), 0)
+        second = tl.sum(tl.where(mask, g * centred, 0.0), 0) * rstd
         affine_grads(first, second, k, c, inside, dweight_ptr, dbias_ptr, dweight_stride, dbias_stride)
     else:
         first, second = lane_values(sums_ptr, sums_ptr + channels, k, c, inside, 2 * channels, ACC)
     if ADD:
         tl.store(add_grad_ptr + lane + at, g.to(add_grad_ptr.dtype.element_ty), mask=mask)
-    dx = (weight * rstd)[None, :] * (g - (first / rows)[None, :] - centred * (second / rows)[None, :])
+    dx = scale[None, :] * (g - (first / rows)[None, :] - centred * (rstd * second / rows)[None, :])
     if EXTRA:
         dx += tl.load(extra_ptr + lane + at, mask=mask, other=0.0).to(ACC)
     tl.store(dx_ptr + lane + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -189,7 +194,7 @@ class How(NamedTuple):
     slots: tuple[Tensor | None, ...] = (None, None, None)  # where the gradients of weight, bias and matrix are written
 
 
-def _dropout(drop: Drop | None, other: Tensor) -> tuple[Tensor, int, int, float]:
+def dropout(drop: Drop | None, other: Tensor) -> tuple[Tensor, int, int, float]:
     if drop is None:
         return other, 0, 0, 1.0
     return drop.keys, folding(drop.salt), dropout_threshold(drop.p), 1.0 / (1.0 - drop.p)
@@ -205,7 +210,7 @@ def grads_of(moment: Tensor, dtype: torch.dtype, slots: tuple[Tensor | None, ...
     return tuple(torch.empty_like(moment, dtype=dtype) if s is None else s for s in slots)
 
 
-def _normed(
+def normed(
     x: Tensor, weight: Tensor, bias: Tensor, how: How, add: Tensor | None = None, copy: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and 1/σ. x is channels_last; so is `copy`, into which x is copied."""
@@ -214,7 +219,7 @@ def _normed(
     acc, dtype = wide(x)
     mean = torch.empty(cut.lanes, cut.channels, dtype=dtype, device=x.device)
     rstd, y = torch.empty_like(mean), torch.empty_like(x)
-    keys, salt, threshold, scale = _dropout(how.drop, x)
+    keys, salt, threshold, scale = dropout(how.drop, x)
     if cut.parts > 1 and running.how != "running":
         take_statistics(x, mean, rstd, running, cut)
     cut = cut.spread(64)
@@ -223,9 +228,10 @@ def _normed(
         x, x if add is None else add, y, x if copy is None else copy,
         weight, bias, mean, rstd, running.mean, running.var, keys,
         cut.rows, cut.channels, cut.pixels, stride_of(weight), running.mean.stride(0), salt, threshold,
-        SCALE=scale, RELU=how.relu, ADD=add is not None, DROP=how.drop is not None, MOMENTUM=running.momentum,
-        EPS=running.eps, KEEP=running.how == "train" and cut.parts == 1, RUNNING=running.how == "running",
-        COPY=copy is not None, ACC=acc, WHOLE=cut.parts == 1, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
+        SCALE=scale, RELU=how.relu, ADD=add is not None, DROP=how.drop is not None, POWER=cut.power,
+        MOMENTUM=running.momentum, EPS=running.eps, KEEP=running.how == "train" and cut.parts == 1,
+        RUNNING=running.how == "running", COPY=copy is not None, ACC=acc, WHOLE=cut.parts == 1, BR=cut.block[0],
+        BC=cut.block[1], num_warps=cut.warps,
     )  # fmt: skip
     return y, mean, rstd
 
@@ -245,18 +251,19 @@ def affine_sums(
     acc, dtype = wide(x)
     part = torch.empty(cut.lanes, cut.parts, 2, cut.channels, dtype=dtype, device=x.device)
     sums = torch.empty(cut.lanes, 2, cut.channels, dtype=dtype, device=x.device)
-    keys, salt, threshold, scale = _dropout(how.drop, x)
+    keys, salt, threshold, scale = dropout(how.drop, x)
     launch(
         _backward_sums, (cut.lanes, cut.columns, cut.parts),
         x, g, y, *affine, *moments, keys, part, sums, *grads, tickets(x.device),
         cut.rows, cut.channels, cut.pixels, stride_of(affine[0]), grads[0].stride(0), grads[1].stride(0), cut.parts,
-        cut.chunk, cut.loops, salt, threshold, SCALE=scale, RELU=how.relu, ADD=add, DROP=how.drop is not None, ACC=acc,
-        UNROLL=UNROLL, MOST=MOST, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
+        cut.chunk, cut.loops, salt, threshold, SCALE=scale, RELU=how.relu, ADD=add, DROP=how.drop is not None,
+        POWER=cut.power, ACC=acc, EVEN=cut.even, UNROLL=UNROLL, MOST=MOST, BR=cut.block[0], BC=cut.block[1],
+        num_warps=cut.warps,
     )  # fmt: skip
     return sums
 
 
-def _gradients(
+def gradients(
     g: Tensor,
     x: Tensor,
     y: Tensor,
@@ -272,15 +279,16 @@ def _gradients(
     found = grads_of(mean, weight.dtype, how.slots[:2])
     sums = mean if cut.parts == 1 else affine_sums(g, x, y, affine, moments, how, found, cut, add)
     dx, residual = torch.empty_like(x), torch.empty_like(x) if add else None
-    keys, salt, threshold, scale = _dropout(how.drop, x)
+    keys, salt, threshold, scale = dropout(how.drop, x)
     cut = cut.spread(32)
     launch(
         _backward, cut.grid,
         x, g, y, g if extra is None else extra, dx, dx if residual is None else residual,
         weight, bias, mean, rstd, sums, keys, *found,
         cut.rows, cut.channels, cut.pixels, stride_of(weight), found[0].stride(0), found[1].stride(0), salt, threshold,
-        SCALE=scale, RELU=how.relu, ADD=add, DROP=how.drop is not None, EXTRA=extra is not None, ACC=wide(x)[0],
-        WHOLE=cut.parts == 1, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
+        SCALE=scale, RELU=how.relu, ADD=add, DROP=how.drop is not None, POWER=cut.power,
+        EXTRA=extra is not None, ACC=wide(x)[0], WHOLE=cut.parts == 1, BR=cut.block[0], BC=cut.block[1],
+        num_warps=cut.warps,
     )  # fmt: skip
     return dx, residual, found
 
@@ -297,7 +305,7 @@ class _Norm(torch.autograd.Function):
     ) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
         add = None if add is None else add.contiguous(memory_format=torch.channels_last)
-        y, mean, rstd = _normed(x, weight, bias, how, add)
+        y, mean, rstd = normed(x, weight, bias, how, add)
         ctx.save_for_backward(x, y if how.relu and add is not None else x, weight, bias, mean, rstd)
         ctx.how, ctx.add = how, add is not None
         return y
@@ -307,45 +315,8 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, y, weight, bias, mean, rstd = ctx.saved_tensors
         g = g.contiguous(memory_format=torch.channels_last)
-        dx, residual, affine = _gradients(g, x, y, (weight, bias), (mean, rstd), ctx.how, ctx.add)
+        dx, residual, affine = gradients(g, x, y, (weight, bias), (mean, rstd), ctx.how, ctx.add)
         return dx, *unslotted(affine, ctx.how.slots[:2], ctx.needs_input_grad[1:3]), residual, None
-
-
-class _Adapter(torch.autograd.Function):
-    """`x + z Wᵀ` with `z = dropout(norm(x))`: a product that adds to x as it goes, and one gradient for x."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor, how: How
-    ) -> Tensor:
-        x = x.contiguous(memory_format=torch.channels_last)
-        y = torch.empty_like(x)  # a copy of x, to which the product is added: baddbmm would make one itself
-        z, mean, rstd = _normed(x, weight, bias, how, copy=y)
-        _rows(y, matrix).baddbmm_(_rows(z, matrix), matrix.transpose(1, 2))
-        ctx.save_for_backward(x, z, weight, bias, mean, rstd, matrix)
-        ctx.how = how
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, z, weight, bias, mean, rstd, matrix = ctx.saved_tensors
-        g = g.contiguous(memory_format=torch.channels_last)
-        rows, slots = _rows(g, matrix), ctx.how.slots
-        dz = _image(torch.bmm(rows, matrix), x)
-        dmatrix = torch.bmm(rows.transpose(1, 2), _rows(z, matrix), **({} if slots[2] is None else {"out": slots[2]}))
-        dx, _, affine = _gradients(dz, x, x, (weight, bias), (mean, rstd), ctx.how, extra=g)
-        return dx, *unslotted((*affine, dmatrix), slots, ctx.needs_input_grad[1:4]), None
-
-
-def _rows(x: Tensor, matrix: Tensor) -> Tensor:
-    """channels_last `[K·B, C, H, W]` -> `[K, R, C]`, a view."""
-    return x.permute(0, 2, 3, 1).reshape(matrix.shape[0], -1, x.shape[1])
-
-
-def _image(rows: Tensor, like: Tensor) -> Tensor:
-    n, _, height, width = like.shape
-    return rows.view(n, height, width, -1).permute(0, 3, 1, 2)
 
 
 def lane_norm(
@@ -354,17 +325,6 @@ def lane_norm(
     """ReLU(norm(x) + add). With the running statistics there is no backward pass."""
     how = How(running, relu, slots=(*map(slot_of, affine), None))
     made: Tensor = _Norm.apply(x, *affine, add, how)  # type: ignore[no-untyped-call]
-    return made
-
-
-def lane_adapter(
-    x: Tensor, affine: tuple[Tensor, Tensor], running: Statistics, matrix: Tensor, drop: Drop | None
-) -> Tensor:
-    """`x + dropout(norm(x)) Wᵀ`, matrix `[K, C, C, 1, 1]`."""
-    slot = slot_of(matrix)
-    slots = (*map(slot_of, affine), None if slot is None else slot.flatten(2))
-    how = How(running, drop=drop, slots=slots)
-    made: Tensor = _Adapter.apply(x, *affine, matrix.flatten(2), how)  # type: ignore[no-untyped-call]
     return made
 
 

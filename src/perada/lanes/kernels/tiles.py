@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .beside import is_beside
 from .launch import launch
 
 
@@ -71,7 +72,7 @@ def statistics(
 def _sums(
     x_ptr, part_ptr, mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, ticket_ptr, rows, channels, parts,
     chunk, loops, stride, MOMENTUM: tl.constexpr, EPS: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr,
-    UNROLL: tl.constexpr, MOST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    EVEN: tl.constexpr, UNROLL: tl.constexpr, MOST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Σ(x − shift) and Σ(x − shift)² of a part of the rows, the shift being the running mean (it keeps the squares
     small). The last of the parts makes the statistics of all."""
@@ -84,7 +85,7 @@ def _sums(
     x_ptr += k * rows * channels  # within a lane 32 bits do, and they are cheaper
     for i in tl.range(0, loops, loop_unroll_factor=UNROLL):
         r = part * chunk + i * BR + tl.arange(0, BR)
-        mask = (r < end)[:, None] & inside[None, :]
+        mask = tl.full([BR, BC], 1, tl.int1) if EVEN else (r < end)[:, None] & inside[None, :]
         at = r[:, None] * channels + c[None, :]
         x = tl.where(mask, tl.load(x_ptr + at, mask=mask, other=0.0).to(ACC) - shift[None, :], 0.0)
         first += x
@@ -112,19 +113,26 @@ def mixed(key):
 @triton.jit
 def drawn(key, place):
     """Element `place` (int32, one or more) of `random.bits` for a key, as unsigned 32-bit integers."""
+    return _mixed32(key, place.to(tl.uint32) * 0x9E3779B1)
+
+
+@triton.jit
+def _mixed32(key, x):
     low = key.to(tl.int32).to(tl.uint32, bitcast=True)
     high = (key >> 32).to(tl.int32).to(tl.uint32, bitcast=True)
-    x = place.to(tl.uint32) * 0x9E3779B1
     x = ((x ^ (x >> 16)) + low) * 0x7FEB352D
     x = ((x ^ (x >> 15)) + high) * 0x846CA68B
     return (x ^ (x >> 16)) * 0x7FEB352D
 
 
 @triton.jit
-def kept(key, r, c, channels, pixels, threshold):
-    """`random.keep_mask` of the elements' places in their lane, counted in the order [B, C, H, W]."""
-    place = ((r // pixels)[:, None] * channels + c[None, :]) * pixels + (r % pixels)[:, None]
-    return drawn(key, place).to(tl.int32, bitcast=True) >= threshold
+def kept(key, r, c, channels, pixels, threshold, POWER: tl.constexpr):
+    """`random.keep_mask` of the elements' places in their lane, counted in the order [B, C, H, W]. POWER: the pixels of
+    a map are a power of two. Products are taken of rows and columns, which are fewer than elements."""
+    pixel = r & (pixels - 1) if POWER else r % pixels
+    row = ((r - pixel) * channels + pixel).to(tl.uint32) * 0x9E3779B1
+    column = (c * pixels).to(tl.uint32) * 0x9E3779B1
+    return _mixed32(key, row[:, None] + column[None, :]).to(tl.int32, bitcast=True) >= threshold
 
 
 class Statistics(NamedTuple):
@@ -157,8 +165,18 @@ class Tiles(NamedTuple):
         return self.lanes, int(triton.cdiv(self.rows, self.block[0])), self.columns
 
     @property
+    def power(self) -> bool:
+        return self.pixels & (self.pixels - 1) == 0
+
+    @property
     def chunk(self) -> int:
         return int(triton.cdiv(self.rows, self.parts))
+
+    @property
+    def even(self) -> bool:
+        """Whether blocks cover the rows and channels, and nothing else."""
+        rows, channels = self.block
+        return self.chunk * self.parts == self.rows and self.chunk % rows == 0 and self.channels % channels == 0
 
     @property
     def loops(self) -> int:
@@ -188,6 +206,7 @@ def tiles(x: Tensor, lanes: int, sums: bool = True) -> Tiles:
         return Tiles(lanes, rows, channels, pixels, 1, block, max(4, min(8, block[0] * block[1] // 1024)))
     assert lanes * triton.cdiv(channels, across) <= TICKETS
     parts = max(2, min(MOST, PROGRAMS // (lanes * triton.cdiv(channels, across)), triton.cdiv(rows, 64)))
+    parts = 1 << parts.bit_length() - 1  # so that they are mostly even
     return Tiles(lanes, rows, channels, pixels, parts, (64, across))
 
 
@@ -197,10 +216,10 @@ def wide(tensor: Tensor) -> tuple[Any, torch.dtype]:
 
 
 def tickets(device: torch.device) -> Tensor:
-    """Zeros that every kernel leaves as it finds them. Kernels that use them are started one after the other."""
+    """Zeros that every kernel leaves as it finds them: kernels on one stream run one after the other."""
     if device not in _tickets:
-        _tickets[device] = torch.zeros(TICKETS, dtype=torch.int32, device=device)
-    return _tickets[device]
+        _tickets[device] = torch.zeros(2, TICKETS, dtype=torch.int32, device=device)
+    return _tickets[device][int(is_beside(device))]
 
 
 _tickets: dict[torch.device, Tensor] = {}
@@ -214,5 +233,5 @@ def take_statistics(x: Tensor, mean: Tensor, rstd: Tensor, running: Statistics, 
         _sums, (cut.lanes, cut.columns, cut.parts),
         x, part, mean, rstd, running.mean, running.var, tickets(x.device), cut.rows, cut.channels, cut.parts, cut.chunk,
         cut.loops, running.mean.stride(0), MOMENTUM=running.momentum, EPS=running.eps, KEEP=running.how == "train",
-        ACC=acc, UNROLL=UNROLL, MOST=MOST, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
+        ACC=acc, EVEN=cut.even, UNROLL=UNROLL, MOST=MOST, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
     )  # fmt: skip
