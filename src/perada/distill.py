@@ -152,7 +152,7 @@ class PublicBatches:
         self, images: Sequence[Tensor | Stem], targets: Tensor, key: Tensor, capacity: int, first: int = 0
     ) -> None:
         self.images, self.targets, self.key = images, targets, key  # targets [chunks, B, classes], key int64 [1]
-        self.capacity, self.first = capacity, torch.tensor([first], device=key.device)
+        self.capacity, self.first = capacity, torch.full((1,), first, device=key.device)
 
     def __call__(self, step: int | Tensor, lanes: Tensor) -> Batch:
         kernels = fast_kernels(self.key.device) if isinstance(step, Tensor) else None
@@ -261,22 +261,23 @@ def distill(
         *([State(student.params)] if options.pull else []),
     )
     how = Options(norm="train" if options.student_norm == "batch" else "running", weight_decay=options.weight_decay)
-    update, kept, traces, finite, done = _adam(options, model.device, like.dtype), [], [], True, 0
+    update, kept, traces, done = _adam(options, model.device, like.dtype), [], [], 0
+    finite = torch.ones(1, dtype=torch.bool, device=model.device)
     for step in options.snapshots():
         batches = PublicBatches(images, targets, keys, options.steps, done)
         found = loop(
             model, states, batches, _loss(options.temperature, multilabel), [step - done], update, how,
             ("distill", options),
         )  # fmt: skip
-        states, done, finite = found.states, step, finite and not found.failed
+        states, done, finite = found.states, step, finite & found.finite  # nothing is read: the GPU would wait
         traces.append(found.trace[:, 0])
         kept.append(_snapshot(states[0], student, options.keep_stats, finite))
     return stack(*kept), torch.cat(traces).tolist()
 
 
-def _snapshot(state: State, average: State, keep_stats: str, finite: bool) -> State:
+def _snapshot(state: State, average: State, keep_stats: str, finite: Tensor) -> State:
     buffers = average.buffers if keep_stats == "average" else state.buffers
-    params = {n: p.clone() if finite else torch.full_like(p, torch.nan) for n, p in state.params.items()}
+    params = {n: torch.where(finite.view(-1, *[1] * (p.dim() - 1)), p, torch.nan) for n, p in state.params.items()}
     return State(params, {n: b.clone() for n, b in buffers.items()})
 
 

@@ -147,8 +147,7 @@ def _together(jobs: Sequence[Job], model: LaneModel | None, limit: int) -> list[
             s.map(lambda t, at=at: t[at].clone()) if own.lanes == size else own  # type: ignore[misc]
             for s, own in zip(found.states, job.start, strict=True)
         )
-        failed = tuple(k - first for k in found.failed if first <= k < first + size)
-        out.append(Result(states, found.trace[: max(job.steps, default=0), at], failed))
+        out.append(Result(states, found.trace[: max(job.steps, default=0), at], found.finite[at]))
         first += size
     return out
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .fast import fast_kernels
 from .model import LaneModel
 from .schedule import schedule, waste
-from .state import State, flattened
+from .state import State, flattened, sent
 
 if TYPE_CHECKING:
     from .gradient import Batch, Loss, Options
@@ -126,9 +126,8 @@ class Replay:
                 self._move(high, low)
             for _ in range(span.steps):
                 self.step(span.width)
-        failed = tuple(torch.nonzero(~done.finite).flatten().tolist())
         apart = (s.map(lambda t: t.clone(memory_format=torch.contiguous_format)) for s in done.states)
-        return Result(tuple(apart), done.trace[:-1], failed)
+        return Result(tuple(apart), done.trace[:-1], done.finite)
 
     def _lanes(self, states: tuple[State, ...]) -> Iterator[tuple[State, State]]:
         """What slots hold, beside what lanes have; not what all lanes share."""
@@ -206,5 +205,5 @@ def _write(mine: State, here: Any, given: State, there: Any) -> None:
 
 
 def _columns(pairs: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    here, there = torch.tensor(pairs, device=device).unbind(1)
+    here, there = sent(torch.tensor(pairs), device).unbind(1)
     return here, there

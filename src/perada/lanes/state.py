@@ -99,6 +99,11 @@ def flattened(state: State) -> State:
     return state.with_flat(one(state.params), one(state.buffers))
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on this device; a GPU is not waited for."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def on_cpu(state: State) -> State:
     """A copy there, in two transfers instead of one a tensor."""
     if not state.lanes:

@@ -13,7 +13,7 @@ from .fast import fast_kernels
 from .gradient import Batch, Gradient, Loss, Options, like
 from .model import Group, LaneModel
 from .replay import recorded
-from .state import State, gather, stack, views
+from .state import State, gather, sent, stack, views
 
 Batches = Callable[[int, Tensor], Batch]
 """(step, lane numbers int64 `[k]`) -> their batch. Those that can be recorded (`replay.Static`) take steps int64 `[k]`,
@@ -32,11 +32,16 @@ class Pull:
 class Result:
     states: tuple[State, ...]
     trace: Tensor  # [steps, K], the loss of each lane at each step; NaN after a lane's last step
-    failed: tuple[int, ...]  # lanes that stopped being finite; their last finite state is kept
+    finite: Tensor  # bool [K]; the last finite state is kept of a lane that stopped being so
 
     @property
     def state(self) -> State:
         return self.states[0]
+
+    @property
+    def failed(self) -> tuple[int, ...]:
+        """Lanes that stopped being finite. To ask is to wait for the loop's end."""
+        return tuple(torch.nonzero(~self.finite).flatten().tolist())
 
 
 Update = Callable[[Gradient, tuple[State, ...]], tuple[State, ...]]
@@ -108,7 +113,7 @@ def alone(job: Job) -> Result:
     )
     longest = max(steps, default=0)
     trace = torch.cat([F.pad(p.trace, (0, 0, 0, longest - len(p.trace)), value=torch.nan) for p in parts], 1)
-    return Result(done, trace, tuple(k for p in parts for k in p.failed))
+    return Result(done, trace, torch.cat([p.finite for p in parts]))
 
 
 def _group(
@@ -135,9 +140,8 @@ def _group(
     for step in range(max(steps, default=0)):
         width = _width(int((counts > step).sum()), lanes, options.widths)
         one_step(model, run, batches(step, run.order[:width]), loss, update, options, width)
-    failed = tuple(sorted(int(k) for k in run.order[~run.finite].tolist()))
-    done = tuple(gather(s, back) if s.lanes == lanes else s for s in run.states)
-    return Result(done, run.trace[:-1, back.to(model.device)], failed)
+    done, here = tuple(gather(s, back) if s.lanes == lanes else s for s in run.states), back.to(model.device)
+    return Result(done, run.trace[:-1, here], run.finite[here])
 
 
 @dataclass
@@ -162,9 +166,9 @@ class Run:
         device: torch.device,
     ) -> Run:
         lanes = len(counts)
-        finite, at = torch.ones(lanes, dtype=torch.bool, device=device), torch.zeros_like(counts).to(device)
+        finite, at = torch.ones(lanes, dtype=torch.bool, device=device), torch.zeros_like(counts, device=device)
         trace = torch.full((longest + 1, lanes), torch.nan, dtype=dtype, device=device)
-        return cls(states, finite, order.to(device), counts.to(device), at, trace)
+        return cls(states, finite, sent(order, device), sent(counts, device), at, trace)
 
     def prefix(self, width: int) -> tuple[State, ...]:
         lanes = len(self.finite)
