@@ -362,6 +362,15 @@ def test_killed_before_its_plan_was_whole_it_starts_anew(
     assert_same_comparison(Path("out"), whole)
 
 
+def test_what_is_added_is_computed_as_the_others_were(copy: Path) -> None:
+    """A comparison from when fp32 was what everybody had; the float64 here, as this machine has no GPU."""
+    for name in NAMES:
+        for file in (copy / f"plan/{name}.toml", copy / name / "config.toml"):
+            file.write_text(re.sub('precision = ".*"', 'precision = "fp64"', file.read_text()))
+    assert cli.main(words(copy, "--resume", methods="perada,mtl")) == 0
+    assert resolve(str(copy / "mtl-0/config.toml")).run.precision == "fp64"
+
+
 def test_resume_adds_methods_and_keeps_the_others(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, seen = {n: fingerprint(copy / n) for n in NAMES}, trained(monkeypatch)
     assert cli.main(words(copy, "--resume", "--device", "cpu", methods="perada,mtl")) == 0

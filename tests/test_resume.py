@@ -332,7 +332,7 @@ def test_a_summary_says_what_the_run_did(uninterrupted: Path) -> None:
     assert summary["parameters"]["communicated"] == 12330
     assert summary["parameters"]["trained"] == 2 * 12330
     assert summary["versions"]["torch"] == torch.__version__
-    assert summary["device"] == "cpu"
+    assert (summary["device"], summary["precision"]) == ("cpu", "fp32")
     assert (uninterrupted / "report.html").is_file()
 
 

@@ -393,6 +393,7 @@ def test_short_rounds_are_not_all_saved_where_that_stops_a_gpu(
 ) -> None:
     """Rounds of two seconds, at least five seconds from one checkpoint to the next; the last one always."""
     sim = prepare(small(method__name="perada-no-kd", train__rounds=7))
+    monkeypatch.setattr(rounds, "PAUSE", 5.0)
     monkeypatch.setattr(rounds, "Saver", lambda **_: Saver(beside, now=lambda: 2.0 * sim.now.round))
     seen, real = [], sim.snapshot
     monkeypatch.setattr(sim, "snapshot", lambda folder: seen.append(sim.now.round) or real(folder))

@@ -31,7 +31,7 @@ from .report import write_report
 from .rounds import Progress
 from .rounds import run as run_rounds
 from .runs import RunFolder, device_of, locked, write_atomic
-from .simulate import DTYPES, Say, Simulation, prepare
+from .simulate import DTYPES, Say, Simulation, precision_of, prepare
 
 
 class Run:
@@ -357,6 +357,7 @@ def summary_of(run: Run, federation: Federation, clients: int, device: torch.dev
         "parameters": {**sizes, "full": count_groups(backbone, classes)["full"]["parameters"]},
         "versions": {"perada": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": str(device),
+        "precision": precision_of(run.config.run.precision, device),
         "threads": torch.get_num_threads(),
     }
 

@@ -190,13 +190,14 @@ def _take_up(
 
 
 def _as(config: Config, other: Config) -> Config:
-    """A new configuration with the paths and the device of another: a relative path may have meant another folder."""
+    """A new configuration with the paths, the device and the precision of another: a relative path may have meant
+    another folder."""
     return replace(
         config,
         data=replace(config.data, root=other.data.root),
         model=replace(config.model, weights=other.model.weights),
         distill=replace(config.distill, data=other.distill.data),
-        run=replace(config.run, device=other.run.device),
+        run=replace(config.run, device=other.run.device, precision=other.run.precision),
     )
 
 

@@ -92,7 +92,7 @@ class Config:
         return {f"{section}.{k}": v for section, values in self.as_dict().items() for k, v in values.items()}
 
     def toml(self) -> str:
-        """Fully resolved; training it again reproduces the run."""
+        """Fully resolved; training it again on such a machine reproduces the run."""
         return "\n".join(
             f"[{section}]\n" + "".join(f"{k} = {toml_value(v)}\n" for k, v in values.items())
             for section, values in self.as_dict().items()

@@ -44,19 +44,20 @@ def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) ->
 
 def everything(dtype: torch.dtype, lanes: int, batch: int) -> None:
     def affine(n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.ones(lanes, n, dtype=dtype, requires_grad=True), torch.zeros(lanes, n, dtype=dtype)
+        return torch.ones(lanes, n, dtype=dtype, requires_grad=trained), torch.zeros(lanes, n, dtype=dtype)
 
     def statistics(how: str) -> kernels.Statistics:
         return kernels.Statistics(torch.zeros(lanes, 64), torch.ones(lanes, 64), how, 0.1, 1e-5)
 
     keys = torch.arange(lanes)
     for how in ("train", "running"):
+        trained = how == "train"
         with torch.set_grad_enabled(how == "train"):
             wide = torch.randn(lanes * batch, 64, 16, 16).to(dtype)
             x = kernels.norm_and_pool(wide, affine(64), statistics(how))
             kept = Stem.of(wide[:batch], torch.nn.MaxPool2d(3, 2, 1)).by(lanes)
             x = x + kernels.stem_norm(kept, affine(64), statistics(how))
-            matrix = torch.zeros(lanes, 64, 64, 1, 1, dtype=dtype, requires_grad=True)
+            matrix = torch.zeros(lanes, 64, 64, 1, 1, dtype=dtype, requires_grad=trained)
             drop = kernels.Drop(keys, 3, 0.1) if how == "train" else None
             x = kernels.lane_adapter(x, affine(64), statistics(how), matrix, drop)
             x = kernels.lane_norm(x, affine(64), statistics(how), add=x, relu=True)
@@ -80,7 +81,8 @@ def main() -> None:
     everything(torch.float32, 2, 1)  # one program has all rows
     p, some = torch.zeros(2, 64), torch.ones(2, 1)
     moves = torch.ones(2, dtype=torch.bool)
-    kernels.length(p.bfloat16(), some)
+    kernels.length(p, some, None)
+    kernels.length(p.bfloat16(), some, (p, some, p[0]))
     kernels.sgd_step(p, p, some, None, moves)
     kernels.sgd_step(p, p.bfloat16(), some, (p, some, p[0]), moves)
     kernels.adam_step(p, p, p, p, some.double(), p, (0.9, 0.999), 1e-8)

@@ -51,7 +51,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         now.pop()
 
     monkeypatch.setattr(module, "_streams", {})
-    monkeypatch.setattr(module, "_open", set())
+    monkeypatch.setattr(module, "_held", {})
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side", told))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)

@@ -141,7 +141,7 @@ def test_adapters_of_few_channels(
         if grad:
             return functional_call(layer, tensors, (x,)), (mean, var)
         with torch.no_grad():
-            y = functional_call(layer, tensors, (x,))
+            y = functional_call(layer, {n: t.detach() for n, t in tensors.items()}, (x.detach(),))
         return y + 0 * sum(t.sum() for t in (x, weight, bias, matrix)), (mean, var)  # as a gradient is taken
 
     both(make, [t.float() for t in inputs], monkeypatch, 1e-5)
@@ -372,9 +372,10 @@ def test_a_step_on_everything_at_once(centre: str, size: int) -> None:
     wanted = p - rates * (g if towards is None else g + pull * (p - towards) * where)
     wanted[1] = p[1]  # does not move
     before = p.clone()
-    assert_close_norm(kernels.length(g, rates), (g * rates).abs().sum(1), 1e-12)
-    moves = torch.tensor([True, False, True])
-    kernels.sgd_step(p, g, rates, None if towards is None else (towards, pull, where), moves)
+    given = None if towards is None else (towards, pull, where)
+    far = 0 if towards is None else (pull * towards * where).abs()
+    assert_close_norm(kernels.length(g, rates, given), (rates.abs() * (g.abs() + far)).sum(1), 1e-12)
+    kernels.sgd_step(p, g, rates, given, torch.tensor([True, False, True]))
     assert_close_norm(p, wanted, 1e-14)
     assert torch.equal(p[1], before[1])
 
@@ -384,14 +385,17 @@ def test_a_step_that_is_not_finite_shows_in_its_length() -> None:
     p, g = draw(4, 6000), draw(4, 6000, seed=1)
     g[1, 5999], g[2, 0] = torch.nan, -torch.inf
     rates = torch.tensor([1.0, 1.0, 1.0, 1e308], dtype=torch.float64)[:, None]
-    assert kernels.length(g, rates).isfinite().tolist() == [True, False, False, False]
+    assert kernels.length(g, rates, None).isfinite().tolist() == [True, False, False, False]
     g[3] = 0.0
     p[3, 7], g[3, 7] = 1.5e308, -1.0  # finite, but not together
     before = p.clone()
-    assert kernels.length(g, rates).isfinite().tolist() == [True, False, False, True]
+    assert kernels.length(g, rates, None).isfinite().tolist() == [True, False, False, True]
     kernels.sgd_step(p, g, rates, None, torch.tensor([True, False, False, True]))
     assert p.isfinite().all()
     assert torch.equal(p[3], before[3])
+    pull = torch.full((1, 6000), torch.nan), torch.tensor([[0.0], [1.0], [1.0], [2.0]]), torch.ones(6000)
+    g.zero_()
+    assert kernels.length(g, rates, pull).isfinite().tolist() == [True, False, False, False]  # the first is not pulled
 
 
 def test_the_last_word_of_a_step() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_close_norm, assert_same_tensors
 from small import everything, small
 
 from perada.data.public import Chunks
-from perada.lanes import conv, fast, replay
+from perada.lanes import Batch, Pull, Result, conv, fast, fold, key_of, mean, replay, sgd
 from perada.lanes.state import State, flattened
 from perada.simulate import Simulation, prepare
+
+from .problems import K, Problem, cross_entropy, problem
 
 CASES = {
     "perada-no-kd": {"model__dropout": 0.3, "data__augment": "crop"},
@@ -80,6 +83,56 @@ def test_the_whole_fast_path_in_triton_s_interpreter(method: str, monkeypatch: p
     assert found.model.__dict__["replays"]
     for name, tensor in everything(found).items():
         assert_close_norm(tensor, wanted[name], 1e-9, what=name)
+
+
+class Poisoned:
+    """A problem's batches in the form that can be recorded; the second lane's are none at its third step."""
+
+    def __init__(self, given: Problem) -> None:
+        self.given, self.capacity = given, given.images.shape[1]
+        self.images = given.images.clone()
+        self.images[1, 2, 0] = torch.nan
+        self.keys = torch.tensor([key_of(0, "client", k) for k in range(K)])
+
+    def shape(self) -> str:
+        return "always the same"
+
+    def copy_(self, other: Poisoned) -> None: ...
+
+    def twin(self) -> Poisoned:
+        return self
+
+    def __call__(self, step: int | torch.Tensor, lanes: torch.Tensor) -> Batch:
+        at = torch.as_tensor(step).expand(len(lanes)).clamp(max=self.capacity - 1)
+        images, targets, weights = (t[lanes, at] for t in (self.images, self.given.targets, self.given.weights))
+        return Batch(images.flatten(0, 1), targets, weights, fold(self.keys[lanes], at))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is a Linux package")
+@np.errstate(all="ignore")  # the interpreter computes with numpy
+@pytest.mark.parametrize("pulled", [False, True])
+def test_lanes_that_fail_in_the_fast_path(pulled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with images that are none, one whose step is too long for its numbers: they keep their last finite state, and
+    the others do not notice. With a centre that is none all fail."""
+    from perada.lanes.kernels import flat
+
+    monkeypatch.setattr(flat, "_BLOCK", 1 << 17)
+    given = problem("resnet8", "adapter", "residual", 0.3, torch.float32)
+    centre = mean(given.start).map(lambda t: torch.full_like(t, torch.nan)) if pulled else mean(given.start)
+    pull = Pull(centre, [0.5] * K if pulled else [0.0, 0.0, 0.5, 0.5])
+
+    def run() -> Result:
+        return sgd(given.model, given.start, Poisoned(given), cross_entropy, [3e38, 0.1, 0.05, 0.1], [2, 4, 1, 3], pull)
+
+    wanted = run()
+    monkeypatch.setattr(replay, "DEVICES", ("cpu",))
+    monkeypatch.setattr(fast, "DEVICES", ("cpu",))
+    found = run()
+    assert given.model.__dict__["replays"]
+    assert found.failed == wanted.failed == ((0, 1, 2, 3) if pulled else (0, 1))
+    assert all(t.isfinite().all() for t in found.state.params.values())
+    for name, tensor in found.state.params.items():
+        assert_close_norm(tensor, wanted.state.params[name], 1e-5, what=name)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])

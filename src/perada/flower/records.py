@@ -134,12 +134,12 @@ def _known(path: Path) -> dict[str, Any]:
 
 
 def _same(folder: RunFolder, settings: ServerSettings) -> None:
-    """A run goes on with the settings it began with."""
+    """A run goes on with the settings it began with, but for those of the machine."""
     stored = resolve(str(folder.path / "config.toml")).as_dict()
     given = settings.config.as_dict()
     for section, values in stored.items():
         for key, value in values.items():
-            if key != "device" and given[section].get(key) != value:
+            if key not in ("device", "precision") and given[section].get(key) != value:
                 raise InputError(
                     f"{folder.path} was made with another {section}.{key}: change server.toml back, or give the run "
                     "another name"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .fast import fast_kernels
 
-COLUMNS = 256  # pixels of the largest map that is cut into columns, on a GPU
+COLUMNS = 256, 3 << 30  # pixels of the largest map that is cut into columns on a GPU, and bytes of columns
 Kernel = Literal["loop", "grouped", "unfold", "columns"]
 
 
@@ -29,10 +29,15 @@ def choose(device: str, inputs: int, outputs: int, out_pixels: int) -> Kernel:
     a step of 16 ResNet-18s on images of 32 pixels; not on large maps, where columns would take much memory.
     """
     if device == "cuda":
-        return "columns" if out_pixels <= COLUMNS else "grouped"
+        return "columns" if out_pixels <= COLUMNS[0] else "grouped"
     if out_pixels <= 4 and inputs * outputs >= 128 * 256:
         return "unfold"
     return "loop" if out_pixels >= 256 or outputs >= 256 else "grouped"
+
+
+def fit(x: Tensor, down: int, right: int) -> bool:
+    """Whether the columns of these maps are few enough, for a kernel of this size."""
+    return x.shape[2] * x.shape[3] <= COLUMNS[0] and x.numel() * down * right * x.element_size() <= COLUMNS[1]
 
 
 def lane_conv2d(
@@ -56,7 +61,8 @@ def lane_conv2d(
         (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[3 + i] - 1) - 1) // stride[i] + 1 for i in (0, 1)
     ]
     kernel = kernel or choose(x.device.type, weight.shape[2], weight.shape[1], out[0] * out[1])
-    kernels = fast_kernels(x.device) if kernel == "columns" and stride[0] == stride[1] and dilation == (1, 1) else None
+    plain = stride[0] == stride[1] and dilation == (1, 1)
+    kernels = fast_kernels(x.device) if kernel == "columns" and plain and fit(x, *weight.shape[3:]) else None
     if kernels is not None:
         return kernels.lane_conv(x, weight, stride[0], padding)  # type: ignore[no-any-return]
     if kernel == "loop":
@@ -90,7 +96,7 @@ def frozen_conv2d(x: Tensor, layer: nn.Conv2d) -> Tensor:
             return strided_conv1x1(x, layer)
         if shape == ((7, 7), (3, 3), (2, 2)) and x.shape[1] == 3 and not (x.shape[2] | x.shape[3]) & 1:
             return stem_conv2d(x, layer)
-        kernels = None if units or x.shape[2] * x.shape[3] > COLUMNS else fast_kernels(x.device)
+        kernels = None if units or not fit(x, *layer.kernel_size) else fast_kernels(x.device)
         if kernels is not None and layer.stride[0] == layer.stride[1]:
             return kernels.lane_conv(x, layer.weight.unsqueeze(0), layer.stride[0], layer.padding)  # type: ignore[no-any-return]
     return F.conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation)
@@ -141,7 +147,7 @@ def stem_conv2d(x: Tensor, layer: nn.Conv2d) -> Tensor:
         return blocks.contiguous(memory_format=torch.channels_last)
 
     weight = _once(layer, ("stem",), rearranged)
-    kernels = fast_kernels(x.device)
+    kernels = None if x.requires_grad else fast_kernels(x.device)
     if kernels is not None:
         return F.conv2d(kernels.blocks(x), weight)
     blocks = F.pad(F.pixel_unshuffle(x, 2), (2, 1, 2, 1, 0, 4)).contiguous(memory_format=torch.channels_last)

@@ -177,6 +177,8 @@ class Replay:
     def _record(self, width: int) -> None:
         """Twice in earnest on a stream of its own, as libraries choose and allocate on first use; then put back."""
         run, kernels = self.run, fast_kernels(self.model.device)
+        if kernels is not None:
+            kernels.join(self.model.device)  # what an error has left open must not be waited for in a recording
         standing = [t for s in run.states for t in s.flat or ()] + [run.finite, run.at, run.trace]
         held = [t.clone() for t in standing]
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -282,7 +282,7 @@ def _flat_step(state: State, gradient: Gradient, rates: Tensor, pull: tuple[Tens
     assert gradient.flat is not None
     p, g, kernels = state.flat[0], gradient.flat, fast_kernels(gradient.flat.device)
     if kernels is not None and p.is_contiguous():
-        gradient.totals.append(kernels.length(g, rates))
+        gradient.totals.append(kernels.length(g, rates, pull))
         gradient.last.append(lambda moves: kernels.sgd_step(p, g, rates, pull, moves))
         return state
     g = g.to(p.dtype)

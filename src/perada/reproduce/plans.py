@@ -87,8 +87,8 @@ class Experiment:
 
 GPU: Settings = {"run.precision": "bf16", "run.checkpoint_every": 10}
 SHIFTS: Settings = {"run.shifts": True}
-# docs/performance.md for adapters (three runs in a pool); full models by the ratio of measured steps (16 lanes: 4.4 ms to
-# 1.65 ms; 8 lanes, where a client has one model: 2.8 ms).
+# docs/performance.md for adapters (three runs in a pool); full models by the ratio of measured steps (16 lanes: 4.4 ms
+# to 1.65 ms; 8 lanes, where a client has one model: 2.8 ms).
 SECONDS = {"perada": 0.8, "perada-no-kd": 0.8, "ditto": 2.2, "pfedme": 3.6, "apfl": 2.4, "": 1.4}
 DISTILLING = (0.17, 0.0023)
 SMALL_SECONDS = {"perada": 0.4, "perada-no-kd": 0.4, "ditto": 1.2, "": 0.7}

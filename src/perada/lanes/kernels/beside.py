@@ -11,7 +11,7 @@ from torch import Tensor
 from .launch import only_compiling
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-_open: set[torch.device] = set()  # where work beside has not been joined
+_held: dict[torch.device, list[Tensor]] = {}  # what work beside reads that has not been joined
 
 
 @contextmanager
@@ -27,18 +27,17 @@ def beside(*read: Tensor) -> Iterator[None]:
     side = _streams[device]
     for tensor in read:
         tensor.record_stream(side)
+    _held.setdefault(device, []).extend(read)  # autograd adds in place to a gradient that nobody else holds
     side.wait_stream(torch.cuda.current_stream(device))
-    _open.add(device)
     with torch.cuda.stream(side):
         yield
 
 
 def join(device: torch.device, *made: Tensor) -> None:
     """What is started from now on begins when all work beside has ended, which made these."""
-    if device in _open:
+    if _held.pop(device, None):
         here = torch.cuda.current_stream(device)
         here.wait_stream(_streams[device])
-        _open.discard(device)
         for tensor in made:
             tensor.record_stream(here)
 

@@ -13,18 +13,42 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _length(g_ptr, rate_ptr, total_ptr, size, rate_stride, BLOCK: tl.constexpr):
+def _length(
+    g_ptr, centre_ptr, rate_ptr, pull_ptr, pulled_ptr, total_ptr, size, centre_stride, rate_stride, pull_stride,
+    PULL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     k = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    g = tl.load(g_ptr + k * size + i, mask=i < size, other=0.0).to(total_ptr.dtype.element_ty)
-    tl.atomic_add(total_ptr + k, tl.sum(tl.abs(g * tl.load(rate_ptr + k * rate_stride)), 0))
+    mask = i < size
+    g = tl.abs(tl.load(g_ptr + k * size + i, mask=mask, other=0.0).to(total_ptr.dtype.element_ty))
+    if PULL:
+        pull = tl.load(pull_ptr + k * pull_stride)
+        if pull != 0:
+            centre = tl.load(centre_ptr + k * centre_stride + i, mask=mask, other=0.0)
+            g += tl.abs(pull * centre) * tl.load(pulled_ptr + i, mask=mask, other=0.0)
+    tl.atomic_add(total_ptr + k, tl.sum(g * tl.abs(tl.load(rate_ptr + k * rate_stride)), 0))
 
 
-def length(g: Tensor, rates: Tensor) -> Tensor:
-    """Σ|rate·g| of each lane, `[K]`, taken in any order: good for telling whether a step on g `[K, n]` is finite."""
+Pulled = tuple[Tensor, Tensor, Tensor]
+"""A pull's centre `[K, n]` or `[1, n]`, its strengths `[K, 1]`, and ones `[n]` where it pulls, zeros where not."""
+
+
+def _pulled(p: Tensor, rates: Tensor, pull: Pulled | None) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
+    """Tensors for the kernels, and strides from lane to lane."""
+    centre, strength, where = (p, rates, p) if pull is None else pull
+    strides = 0 if centre.shape[0] == 1 else centre.stride(0), rates.stride(0), strength.stride(0)
+    return (centre, rates, strength, where), strides
+
+
+def length(g: Tensor, rates: Tensor, pull: Pulled | None) -> Tensor:
+    """Σ rate (|g| + pull |centre|) of each lane, `[K]`, taken in any order: good for telling whether a step on g
+    `[K, n]` is finite, from parameters that are."""
     total = torch.zeros(g.shape[0], dtype=rates.dtype, device=g.device)
-    grid = (g.shape[0], triton.cdiv(g.shape[1], 4 * _BLOCK))
-    launch(_length, grid, g, rates, total, g.shape[1], rates.stride(0), BLOCK=4 * _BLOCK)
+    tensors, strides = _pulled(g, rates, pull)
+    launch(
+        _length, (g.shape[0], triton.cdiv(g.shape[1], 4 * _BLOCK)),
+        g, *tensors, total, g.shape[1], *strides, PULL=pull is not None, BLOCK=4 * _BLOCK,
+    )  # fmt: skip
     return total
 
 
@@ -47,16 +71,13 @@ def _sgd(
     tl.store(p_ptr + k * size + i, new, mask=mask & (tl.abs(new) < float("inf")))
 
 
-def sgd_step(p: Tensor, g: Tensor, rates: Tensor, pull: tuple[Tensor, Tensor, Tensor] | None, moves: Tensor) -> None:
-    """p − rate (g + pull (p − centre)) over p, in the lanes that move (bool `[K]`). p and g `[K, n]`, rates `[K, 1]`;
-    pull: the centre `[K, n]` or `[1, n]`, its strengths `[K, 1]`, and ones `[n]` where it pulls, zeros where not. What
-    would not be finite stays as it is."""
-    centre, strength, where = (p, rates, p) if pull is None else pull
-    strides = 0 if centre.shape[0] == 1 else centre.stride(0), rates.stride(0), strength.stride(0)
+def sgd_step(p: Tensor, g: Tensor, rates: Tensor, pull: Pulled | None, moves: Tensor) -> None:
+    """p − rate (g + pull (p − centre)) over p, in the lanes that move (bool `[K]`). p and g `[K, n]`, rates `[K, 1]`.
+    What would not be finite stays as it is."""
+    tensors, strides = _pulled(p, rates, pull)
     launch(
         _sgd, (p.shape[0], triton.cdiv(p.shape[1], _BLOCK)),
-        p, g, centre, rates, strength, where, moves.view(torch.int8), p.shape[1], *strides, PULL=pull is not None,
-        BLOCK=_BLOCK,
+        p, g, *tensors, moves.view(torch.int8), p.shape[1], *strides, PULL=pull is not None, BLOCK=_BLOCK,
     )  # fmt: skip
 
 

@@ -219,6 +219,8 @@ def tickets(device: torch.device) -> Tensor:
     """Zeros that every kernel leaves as it finds them: kernels on one stream run one after the other."""
     if device not in _tickets:
         _tickets[device] = torch.zeros(2, TICKETS, dtype=torch.int32, device=device)
+        if is_beside(device):  # they are everybody's
+            torch.cuda.current_stream(device).synchronize()
     return _tickets[device][int(is_beside(device))]
 
 
