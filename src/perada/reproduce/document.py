@@ -29,6 +29,9 @@ What differs from the paper's set-up, everywhere below:
   with the paper's, only the order of methods may.
 - **Corruptions** are our own renderings of CIFAR-10-C's 19 kinds at 5 severities, not its files. CIFAR-10.1 is not to
   be had here.
+- **The split** of CIFAR-10 gives everybody two training images of each class before Dir(0.1) deals out the rest
+  (`data.min_per_class=2`), as the authors' code does; the paper's text has Dir(0.1) alone. Without them one client of
+  twenty would hold a single class.
 - **Seeds** draw everything but the split: who holds what is the same in all runs of an experiment. An interval is
   Student's t at 95% over seeds; a difference is taken seed by seed.
 - **Choices** are made by validation data alone: `src/perada/reproduce/study.py` has the rule; a test poisons test
