@@ -29,6 +29,7 @@ from .lanes import (
     Stem,
     Update,
     fast_kernels,
+    flattened,
     fold,
     key_of,
     loop,
@@ -262,23 +263,20 @@ def distill(
     )
     how = Options(norm="train" if options.student_norm == "batch" else "running", weight_decay=options.weight_decay)
     update, kept, traces, done = _adam(options, model.device, like.dtype), [], [], 0
-    finite = torch.ones(1, dtype=torch.bool, device=model.device)
+    finite = [torch.ones(1, dtype=torch.bool, device=model.device)]
     for step in options.snapshots():
         batches = PublicBatches(images, targets, keys, options.steps, done)
         found = loop(
             model, states, batches, _loss(options.temperature, multilabel), [step - done], update, how,
             ("distill", options),
         )  # fmt: skip
-        states, done, finite = found.states, step, finite & found.finite  # nothing is read: the GPU would wait
+        states, done = found.states, step
+        finite.append(finite[-1] & found.finite)  # nothing is read: the GPU would wait
         traces.append(found.trace[:, 0])
-        kept.append(_snapshot(states[0], student, options.keep_stats, finite))
-    return stack(*kept), torch.cat(traces).tolist()
-
-
-def _snapshot(state: State, average: State, keep_stats: str, finite: Tensor) -> State:
-    buffers = average.buffers if keep_stats == "average" else state.buffers
-    params = {n: torch.where(finite.view(-1, *[1] * (p.dim() - 1)), p, torch.nan) for n, p in state.params.items()}
-    return State(params, {n: b.clone() for n, b in buffers.items()})
+        kept.append(State(states[0].params, (student if options.keep_stats == "average" else states[0]).buffers))
+    candidates, good, none = stack(*kept), torch.cat(finite[1:]), like.new_tensor(torch.nan)
+    params = {n: torch.where(good.view(-1, *[1] * (p.dim() - 1)), p, none) for n, p in candidates.params.items()}
+    return State(params, candidates.buffers), torch.cat(traces).tolist()
 
 
 @dataclass
@@ -307,7 +305,7 @@ class Server:
         key = key_of(self.seed, self.round, "distill")
         found, trace = distill(self.model, student, teachers, self.images, o, self.multilabel, key, self.lanes_at_once)
         self.log = {"kl_first": trace[0], "kl_last": trace[-1]}
-        finite = torch.stack([t.flatten(1).isfinite().all(1) for t in found.tensors()]).all(0).cpu()
+        finite = torch.stack([t.isfinite().all(1) for t in flattened(found).flat or ()]).all(0).cpu()
         if o.guard == "none":
             self.log["diverged"] = not bool(finite[-1])
             return found if finite[-1] else student

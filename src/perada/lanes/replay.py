@@ -126,8 +126,7 @@ class Replay:
                 self._move(high, low)
             for _ in range(span.steps):
                 self.step(span.width)
-        apart = (s.map(lambda t: t.clone(memory_format=torch.contiguous_format)) for s in done.states)
-        return Result(tuple(apart), done.trace[:-1], done.finite)
+        return Result(tuple(State(s.params, s.buffers) for s in done.states), done.trace[:-1], done.finite)
 
     def _lanes(self, states: tuple[State, ...]) -> Iterator[tuple[State, State]]:
         """What slots hold, beside what lanes have; not what all lanes share."""

@@ -61,15 +61,15 @@ class State:
 
     def bytes_per_lane(self) -> int:
         """What one lane costs on a wire or a disk."""
-        return sum(t[0].numel() * t.element_size() for t in self.tensors()) if self.lanes else 0
+        return sum(t.shape[1:].numel() * t.element_size() for t in self.tensors()) if self.lanes else 0
 
     def parameters_per_lane(self) -> int:
-        return sum(t[0].numel() for t in self.params.values()) if self.lanes else 0
+        return sum(t.shape[1:].numel() for t in self.params.values()) if self.lanes else 0
 
 
 def views(like: dict[str, Tensor], flat: Tensor) -> dict[str, Tensor]:
     """`[K, total or more]` cut into tensors of the names and shapes of `like`."""
-    sizes = [t[0].numel() for t in like.values()]
+    sizes = [t.shape[1:].numel() for t in like.values()]
     *parts, _ = torch.split(flat, [*sizes, flat.shape[1] - sum(sizes)], 1)
     return {n: _cut(p, like[n].shape[1:]) for n, p in zip(like, parts, strict=True)}
 
