@@ -40,7 +40,7 @@ from .runs import Checkpoint, RunFolder, device_of
 from .trainer import Trainer, sample_loss
 
 Say = Callable[[str], None]
-DTYPES = dict.fromkeys(("auto", "fp32", "tf32", "bf16"), torch.float32) | {"fp64": torch.float64}  # lanes are kept in
+DTYPES = dict.fromkeys(("auto", "fp32", "tf32", "bf16"), torch.float32) | {"fp64": torch.float64}  # of lanes
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from perada.lanes import (
     LaneLayerNorm,
     LaneLinear,
     ResidualAdapter,
+    conv,
     fold,
     key_of,
 )
@@ -161,6 +163,25 @@ def test_the_table_names_a_kernel_for_any_size() -> None:
     sizes = [(3, 64), (64, 64), (512, 512)]
     kernels = {choose(d, *io, pixels) for d in ("cpu", "cuda") for io in sizes for pixels in (1, 4, 16, 64, 12544)}
     assert kernels == {"loop", "grouped", "unfold", "columns"}
+
+
+@pytest.mark.parametrize(
+    ("images", "size", "kernel", "stride", "wanted"),
+    [(64, 32, 7, 2, "columns"), (64, 34, 7, 2, "grouped"), (8192, 8, 3, 1, "columns"), (1 << 18, 8, 3, 1, "grouped")],
+)
+def test_columns_are_taken_where_they_fit(
+    images: int, size: int, kernel: int, stride: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the pixels of the output, of which a stem has a quarter, and by bytes; nothing is computed."""
+    taken = []
+    kernels = SimpleNamespace(lane_conv=lambda x, *rest: taken.append("columns") or x)
+    monkeypatch.setattr(conv, "fast_kernels", lambda device: kernels)
+    channels = 3 if kernel == 7 else 64
+    x = torch.empty(images, channels, size, size, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(2, 64, channels, kernel, kernel, dtype=torch.bfloat16, device="meta")
+    form = choose("cuda", channels, 64, (size // stride) ** 2)
+    lane_conv2d(x, weight, (stride, stride), (kernel // 2, kernel // 2), kernel=form)
+    assert (taken or ["grouped"]) == [wanted]
 
 
 def statistics(channels: int) -> dict[str, Tensor]:

@@ -35,9 +35,11 @@ def choose(device: str, inputs: int, outputs: int, out_pixels: int) -> Kernel:
     return "loop" if out_pixels >= 256 or outputs >= 256 else "grouped"
 
 
-def fit(x: Tensor, down: int, right: int) -> bool:
-    """Whether the columns of these maps are few enough, for a kernel of this size."""
-    return x.shape[2] * x.shape[3] <= COLUMNS[0] and x.numel() * down * right * x.element_size() <= COLUMNS[1]
+def columns_fit(x: Tensor, out_pixels: int, taps: int) -> bool:
+    """Whether the columns of these images take little enough memory: for every pixel of the output, what the kernel's
+    taps see."""
+    size = x.shape[0] * out_pixels * taps * x.shape[1] * x.element_size()
+    return out_pixels <= COLUMNS[0] and size <= COLUMNS[1]
 
 
 def lane_conv2d(
@@ -61,8 +63,9 @@ def lane_conv2d(
         (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[3 + i] - 1) - 1) // stride[i] + 1 for i in (0, 1)
     ]
     kernel = kernel or choose(x.device.type, weight.shape[2], weight.shape[1], out[0] * out[1])
-    plain = stride[0] == stride[1] and dilation == (1, 1)
-    kernels = fast_kernels(x.device) if kernel == "columns" and plain and fit(x, *weight.shape[3:]) else None
+    usual = stride[0] == stride[1] and dilation == (1, 1)
+    few = kernel == "columns" and columns_fit(x, out[0] * out[1], weight.shape[3] * weight.shape[4])
+    kernels = fast_kernels(x.device) if usual and few else None
     if kernels is not None:
         return kernels.lane_conv(x, weight, stride[0], padding)  # type: ignore[no-any-return]
     if kernel == "loop":
@@ -96,7 +99,8 @@ def frozen_conv2d(x: Tensor, layer: nn.Conv2d) -> Tensor:
             return strided_conv1x1(x, layer)
         if shape == ((7, 7), (3, 3), (2, 2)) and x.shape[1] == 3 and not (x.shape[2] | x.shape[3]) & 1:
             return stem_conv2d(x, layer)
-        kernels = None if units or not fit(x, *layer.kernel_size) else fast_kernels(x.device)
+        few = columns_fit(x, x.shape[2] * x.shape[3], shape[0][0] * shape[0][1])  # the output is no larger
+        kernels = fast_kernels(x.device) if few and not units else None
         if kernels is not None and layer.stride[0] == layer.stride[1]:
             return kernels.lane_conv(x, layer.weight.unsqueeze(0), layer.stride[0], layer.padding)  # type: ignore[no-any-return]
     return F.conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation)

@@ -47,7 +47,7 @@ class Gradient:
         self.lanes = lanes  # int64 [k], which lanes these are
         self.losses: Tensor | None = None  # [k], of the first call
         self.totals: list[Tensor] = []  # [k] each: a lane is finite if its numbers in all of them are
-        self.last: list[Callable[[Tensor], None]] = []  # told which lanes move, bool [k]: they write over parameters
+        self.pending: list[Callable[[Tensor], None]] = []  # told which lanes move, bool [k]: they write over parameters
         self.summed: set[int] = set()  # the new tensors (their id) whose totals are there already
         self.flat: Tensor | None = None  # the last call's gradients side by side, as the parameters lie
 

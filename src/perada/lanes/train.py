@@ -187,7 +187,7 @@ def one_step(
     gradient.totals += [n.flatten(1).sum(1) for _, n in pairs if id(n) not in gradient.summed]
     moves = _settled(run, gradient, width)
     kernels = fast_kernels(model.device)
-    for write in gradient.last:
+    for write in gradient.pending:
         write(moves)
     for o, n in pairs:  # not a product with a mask: 0·NaN is NaN
         if kernels is not None and o.dim() == 2 and o.is_contiguous() and n.is_contiguous():
@@ -283,7 +283,7 @@ def _flat_step(state: State, gradient: Gradient, rates: Tensor, pull: tuple[Tens
     p, g, kernels = state.flat[0], gradient.flat, fast_kernels(gradient.flat.device)
     if kernels is not None and p.is_contiguous():
         gradient.totals.append(kernels.length(g, rates, pull))
-        gradient.last.append(lambda moves: kernels.sgd_step(p, g, rates, pull, moves))
+        gradient.pending.append(lambda moves: kernels.sgd_step(p, g, rates, pull, moves))
         return state
     g = g.to(p.dtype)
     g = g if pull is None else g + pull[1] * (p - pull[0]) * pull[2]
