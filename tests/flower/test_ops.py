@@ -281,6 +281,22 @@ with processes.stoppable():
     assert (tmp_path / "log").read_text() == "up\n"
 
 
+SIGNS = """
+import itertools
+from flwr.supercore.heartbeat import HeartbeatSender
+from perada.flower.wrapped import guard_node
+guard_node(0.5)
+sender = HeartbeatSender(lambda: True)
+print(list(itertools.islice(sender._retry_invoker.wait_gen_factory(), 6)))
+"""
+
+
+def test_a_site_is_soon_back_when_the_server_is() -> None:
+    """Flower's own: 1, 2, 4, 8, 16, 20 seconds between two failed signs of life, then the site counts as away."""
+    done = subprocess.run([sys.executable, "-c", SIGNS], capture_output=True, text=True, check=True)
+    assert done.stdout == "[1, 2, 4, 5, 5, 5]\n"
+
+
 def test_a_service_ends_with_whoever_started_it(tmp_path: Path) -> None:
     """SIGKILL of the parent: the wrapper gets SIGTERM from the kernel."""
     wrapper = f"import os, sys; sys.path.insert(0, {str(Path(cli.__file__).parent)!r}); import time; " + (
