@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
 
 def assert_close_norm(a: Tensor, b: Tensor, tol: float = 1e-9, what: str = "") -> None:
     """‖a − b‖ <= tol · ‖b‖ (b is the oracle). A NaN anywhere fails."""

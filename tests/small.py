@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from perada.config import Config, resolve
 from perada.data import Client, Federation
 from perada.lanes import Group, LaneModel, State
 from perada.lanes.layers import LaneLinear
-from perada.simulate import Simulation
+from perada.simulate import Simulation, prepare
 
 # The digits preset cut down to about 0.2 s a round: the server holds back most of the training data.
 SMALL: dict[str, Any] = {
@@ -52,6 +53,19 @@ def flags(**set: Any) -> list[str]:
     return [word for k, v in both.items() for word in ("--set", f"{k}={v if isinstance(v, str) else json.dumps(v)}")]
 
 
+def plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same as settings for `perada.train`."""
+    return {**SMALL, **{k.replace("__", "."): v for k, v in settings.items()}}
+
+
+def after(rounds: int, **set: Any) -> Simulation:
+    """The small run after so many rounds."""
+    sim = prepare(small(**set))
+    for _ in range(rounds):
+        sim.step()
+    return sim
+
+
 class Pixel(nn.Module):
     """logits_j = (weight_j · x)^power for an image of one pixel: as many parameters as classes.
 
@@ -81,6 +95,32 @@ def lanes_of(*lanes: Sequence[float]) -> State:
 def weights_of(state: State) -> list[list[float]]:
     """The inverse of `lanes_of`."""
     return state.params["fc.weight"].squeeze(-1).tolist()
+
+
+ONE = torch.ones(
+    4, 3, 1, 1, dtype=torch.float64
+)  # four images of one pixel, x = 1: a pixel model's logits are its weights
+
+
+def double(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def adam_by_hand(
+    w: list[float], teacher: list[float], rates: list[float], pull: float = 0.0, decay: float = 0.0
+) -> list[list[float]]:
+    """Adam on KL(teacher ‖ softmax(w)) for x = 1, where the gradient is softmax(w) − softmax(teacher), and on
+    pull/2 ‖w − start‖² + decay/2 ‖w‖²."""
+    p, start = double(teacher).softmax(-1)[0].tolist(), w
+    m, s, out = [0.0] * len(w), [0.0] * len(w), []
+    for r, rate in enumerate(rates, 1):
+        q = double(w).softmax(-1)[0].tolist()
+        for j in range(len(w)):
+            g = q[j] - p[j] + pull * (w[j] - start[j]) + decay * w[j]
+            m[j], s[j] = 0.9 * m[j] + 0.1 * g, 0.999 * s[j] + 0.001 * g * g
+            w = [*w[:j], w[j] - rate * (m[j] / (1 - 0.9**r)) / (math.sqrt(s[j] / (1 - 0.999**r)) + 1e-8), *w[j + 1 :]]
+        out.append(w)
+    return out
 
 
 def pixels(*values: int) -> Tensor:

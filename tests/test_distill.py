@@ -1,33 +1,21 @@
-"""Distillation: what the teacher is, what the student learns, and what the guard keeps."""
+"""Distillation: what the teacher is, and what the student learns."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import assert_close_norm, assert_same_tensors
+from helpers import assert_same_tensors
 from lanes.problems import noisy
-from small import lanes_of, pixel_model, small, weights_of
+from small import ONE, adam_by_hand, double, lanes_of, pixel_model, weights_of
 from torch import Tensor
 
-from perada.data.federation import Federation
-from perada.distill import Distill, Server, chunks_of, distill, kl, teacher_logits
-from perada.lanes import LaneModel, State, adapt, gather, mean, stack
+from perada.distill import Distill, chunks_of, distill, kl, teacher_logits
+from perada.lanes import LaneModel, State, adapt, mean
 from perada.models.resnet import resnet, resnet_groups
-from perada.simulate import Simulation, prepare
-
-ONE = torch.ones(
-    4, 3, 1, 1, dtype=torch.float64
-)  # four images of one pixel, x = 1: a pixel model's logits are its weights
-
-
-def double(*rows: list[float]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
-
 
 # The teacher and the loss.
 
@@ -104,23 +92,6 @@ def test_extreme_logits_stay_finite(multilabel: bool) -> None:
 
 
 # The steps.
-
-
-def adam_by_hand(
-    w: list[float], teacher: list[float], rates: list[float], pull: float = 0.0, decay: float = 0.0
-) -> list[list[float]]:
-    """Adam on KL(teacher ‖ softmax(w)) for x = 1, where the gradient is softmax(w) − softmax(teacher), and on
-    pull/2 ‖w − start‖² + decay/2 ‖w‖²."""
-    p, start = double(teacher).softmax(-1)[0].tolist(), w
-    m, s, out = [0.0] * len(w), [0.0] * len(w), []
-    for r, rate in enumerate(rates, 1):
-        q = double(w).softmax(-1)[0].tolist()
-        for j in range(len(w)):
-            g = q[j] - p[j] + pull * (w[j] - start[j]) + decay * w[j]
-            m[j], s[j] = 0.9 * m[j] + 0.1 * g, 0.999 * s[j] + 0.001 * g * g
-            w = [*w[:j], w[j] - rate * (m[j] / (1 - 0.9**r)) / (math.sqrt(s[j] / (1 - 0.999**r)) + 1e-8), *w[j + 1 :]]
-        out.append(w)
-    return out
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
@@ -334,202 +305,3 @@ def test_multilabel_students_learn_each_label() -> None:
         pixel_model(0.0, 0.0), lanes_of([0.0, 1.0]), lanes_of([2.0, 2.0], [2.0, -2.0]), [ONE], options, True, 0
     )
     assert weights_of(found)[0] == pytest.approx([2.0, 0.0], abs=1e-2)
-
-
-# The guard.
-
-Judge = Callable[[State], Tensor]
-
-
-def server(judge: Judge, round: int = 0, **set: Any) -> Server:
-    options = Distill(**{"steps": 4, "lr": 0.05, "candidates": (1, 2), "guard": "clients", **set})
-    return Server(pixel_model(0.0, 0.0), [ONE], options, False, round, 0, judge)
-
-
-TEACHERS = lanes_of([2.0, -1.0], [1.0, 1.0])
-AVERAGE = lanes_of([0.1 + 0.2, -0.2])  # 0.30000000000000004: a copy through arithmetic would show
-
-
-def losses(*rows: list[float]) -> Judge:
-    def judge(candidates: State) -> Tensor:
-        assert candidates.lanes == len(rows), "the average and every snapshot are judged"
-        assert weights_of(candidates)[0] == weights_of(AVERAGE)[0], "the average comes first"
-        return double(*rows)
-
-    return judge
-
-
-def test_a_guard_that_likes_the_average_best_keeps_it_bit_for_bit() -> None:
-    s = server(losses([0.1], [0.2], [0.3], [0.4]))
-    assert_same_tensors(s.distill(AVERAGE, TEACHERS).params, AVERAGE.params)
-    assert s.log is not None
-    assert s.log["guard_chose"] == 0
-    assert s.log["guard_steps"] == [0, 1, 2, 4]
-    assert s.log["guard_losses"] == [0.1, 0.2, 0.3, 0.4]
-
-
-@pytest.mark.parametrize(("best", "steps"), [(1, 1), (2, 2), (3, 4)])
-def test_a_guard_keeps_the_candidate_with_the_least_mean_loss(best: int, steps: int) -> None:
-    rows = [[1.0, 1.0] for _ in range(4)]
-    rows[best] = [1.4, 0.5]  # worse for one judge, better on average
-    s = server(losses(*rows))
-    found = s.distill(AVERAGE, TEACHERS)
-    seen: list[State] = []
-    blind = server(lambda c: seen.append(c) or double(*rows))
-    blind.distill(AVERAGE, TEACHERS)
-    assert_same_tensors(found.params, gather(seen[0], [best]).params)
-    assert s.log is not None
-    assert s.log["guard_chose"] == steps
-
-
-def test_a_tie_keeps_the_average() -> None:
-    s = server(losses([0.5], [0.5], [0.5], [0.5]))
-    assert_same_tensors(s.distill(AVERAGE, TEACHERS).params, AVERAGE.params)
-
-
-def test_judges_without_data_have_no_vote() -> None:
-    nan = math.nan
-    s = server(losses([0.5, nan, 0.5], [0.6, nan, 0.3], [0.6, nan, 0.6], [0.9, nan, 0.9]))
-    s.distill(AVERAGE, TEACHERS)
-    assert s.log is not None
-    assert s.log["guard_chose"] == 1
-    assert s.log["guard_losses"] == pytest.approx([0.5, 0.45, 0.6, 0.9])
-
-
-@pytest.mark.parametrize("judges", [0, 2])
-def test_no_judge_at_all_keeps_the_average(judges: int) -> None:
-    s = server(lambda c: torch.full((4, judges), math.nan, dtype=torch.float64))
-    assert_same_tensors(s.distill(AVERAGE, TEACHERS).params, AVERAGE.params)
-    assert s.log is not None
-    assert s.log["guard_losses"] == [None] * 4, "NaN has no place in a JSON file"
-
-
-def test_a_candidate_that_is_not_finite_is_never_kept() -> None:
-    """A student that diverged scores NaN at every judge: that must not silence the judges of the others."""
-    nan = math.nan
-    s = server(losses([0.5, 0.5], [0.4, 0.4], [nan, nan], [nan, nan]))
-    s.distill(AVERAGE, TEACHERS)
-    assert s.log is not None
-    assert s.log["guard_chose"] == 1
-
-
-def test_a_student_that_diverged_is_not_broadcast_even_without_a_guard() -> None:
-    """One NaN in w would stop every client of every later round."""
-    s = server(losses(), guard="none", lr=1e308, schedule="constant", steps=6)
-    found = s.distill(AVERAGE, TEACHERS)
-    assert all(t.isfinite().all() for t in found.tensors())
-
-
-def test_without_a_guard_the_last_student_is_kept_and_nobody_is_asked() -> None:
-    def never(candidates: State) -> Tensor:
-        raise AssertionError("guard=none asks nobody")
-
-    s = server(never, guard="none")
-    found = s.distill(AVERAGE, TEACHERS)
-    assert found.lanes == 1
-    wanted = adam_by_hand(
-        weights_of(AVERAGE)[0], [1.5, 0.0], [0.05 * (1 + math.cos(math.pi * r / 4)) / 2 for r in range(4)]
-    )
-    assert np.allclose(weights_of(found), wanted[-1:], rtol=0, atol=1e-12)
-    assert s.log is not None
-    assert "guard_chose" not in s.log
-
-
-@pytest.mark.parametrize(("rounds", "round", "distils"), [(0, 99, True), (3, 2, True), (3, 3, False)])
-def test_distillation_stops_after_its_rounds(rounds: int, round: int, distils: bool) -> None:
-    s = server(lambda c: torch.zeros(4, 1), round=round, rounds=rounds)
-    assert (s.distill(AVERAGE, TEACHERS) is not AVERAGE) == distils
-    assert (s.log is not None) == distils
-
-
-def test_no_steps_is_no_distillation() -> None:
-    s = server(losses(), steps=0)
-    assert s.distill(AVERAGE, TEACHERS) is AVERAGE
-    assert s.log is None
-
-
-# The guards of a real round.
-
-
-def judged(sim: Simulation, candidates: State) -> Tensor:
-    return sim._server(sim.trainer(sim.cohort(0))).score(candidates)
-
-
-@pytest.fixture(scope="module")
-def sims() -> dict[str, Simulation]:
-    return {g: prepare(small(distill__guard=g, run__precision="fp64")) for g in ("server", "clients")}
-
-
-def candidate_states(sim: Simulation) -> State:
-    one = sim.now.broadcast
-    return stack(one, State({n: p * 1.01 for n, p in one.params.items()}, one.buffers))
-
-
-def by_plain_module(sim: Simulation, candidates: State, index: np.ndarray) -> list[float]:
-    """Mean cross-entropy of each candidate, one plain module after another."""
-    f: Federation = sim.federation
-    images = ((f.images[index].double() / 255 - 0.3) / 0.35).repeat(1, 3, 1, 1)
-    out = []
-    for k in range(candidates.lanes):
-        net = sim.model.plain(candidates.map(lambda t, k=k: t[k : k + 1]))  # type: ignore[misc]
-        out.append(float(torch.nn.functional.cross_entropy(net(images), f.targets[index])))
-    return out
-
-
-def test_clients_judge_with_their_own_validation_data(sims: dict[str, Simulation]) -> None:
-    sim = sims["clients"]
-    candidates = candidate_states(sim)
-    found = judged(sim, candidates)
-    assert found.shape == (2, 2)
-    for j, m in enumerate(sim.cohort(0)):
-        wanted = by_plain_module(sim, candidates, sim.federation.clients[m].val)
-        assert_close_norm(found[:, j], torch.tensor(wanted, dtype=torch.float64), 1e-9)
-
-
-def test_the_server_judges_with_its_own_validation_data(sims: dict[str, Simulation]) -> None:
-    sim = sims["server"]
-    candidates = candidate_states(sim)
-    found = judged(sim, candidates)
-    assert found.shape == (2, 1)
-    wanted = by_plain_module(sim, candidates, sim.federation.server_val)
-    assert_close_norm(found[:, 0], torch.tensor(wanted, dtype=torch.float64), 1e-9)
-
-
-def test_the_servers_validation_data_are_nobodys(sims: dict[str, Simulation]) -> None:
-    f = sims["server"].federation
-    held = set(f.server_val.tolist())
-    assert held
-    for c in f.clients:
-        assert not held & set(np.concatenate([c.train, c.val, c.test]).tolist())
-
-
-@pytest.mark.parametrize("guard", ["server", "clients", "none"])
-def test_a_round_logs_what_its_guard_chose(guard: str) -> None:
-    sim = prepare(small(distill__guard=guard))
-    sim.step()
-    log = sim.now.last["distill"]
-    assert sim.now.counters["distilled"] == 1
-    assert math.isfinite(log["kl_first"])
-    if guard == "none":
-        assert sim.now.counters["accepted"] == 0, "nobody was asked"
-        assert log["diverged"] is False
-        return
-    assert log["guard_steps"] == [0, 2, 4]
-    best = int(np.argmin(log["guard_losses"]))
-    assert log["guard_chose"] == [0, 2, 4][best]
-    assert sim.now.counters["accepted"] == int(best > 0)
-
-
-def test_a_refused_distillation_broadcasts_the_plain_average_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    without = prepare(small(method__name="perada-no-kd"))
-    without.step()
-    sim = prepare(small())
-    monkeypatch.setattr(
-        type(sim.method),
-        "client_score",
-        lambda self, trainer, c: torch.arange(c.lanes, dtype=torch.float64).unsqueeze(1),
-    )
-    sim.step()
-    assert sim.now.last["distill"]["guard_chose"] == 0
-    assert_same_tensors(sim.now.broadcast.params, without.now.broadcast.params)
-    assert_same_tensors(sim.now.broadcast.buffers, without.now.broadcast.buffers)

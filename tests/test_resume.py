@@ -1,4 +1,4 @@
-"""Run folders: whatever happens to the process, nothing that was finished is lost, and nothing changes."""
+"""Killed, interrupted, resumed: whatever happens to the process, nothing that was finished is lost or changed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from safetensors.torch import load_file, save_file
-from small import SMALL, adapters, damage, flags, small
+from commands import train
+from small import adapters, damage, flags, plain, small
 
 import perada
 from perada import cli
-from perada.models.resnet import resnet
 
 # Real runs. `PERADA` is a run with distillation and the guard at the clients.
 
 ROUNDS = 10
 PERADA: dict[str, Any] = {"train__rounds": ROUNDS, "distill__guard": "clients"}
-
-
-def train(out: Path, *words: str, **set: Any) -> int:
-    return cli.main(["train", "digits", *flags(**set), "--out", str(out), "--device", "cpu", *words])
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +212,23 @@ def test_training_a_runs_config_again_gives_the_same_bytes(
     assert (out / "config.toml").read_bytes() == (uninterrupted / "config.toml").read_bytes()
 
 
+def test_a_summary_says_what_the_run_did(uninterrupted: Path) -> None:
+    summary = json.loads((uninterrupted / "summary.json").read_text())
+    last = json.loads((uninterrupted / "metrics.jsonl").read_text().splitlines()[-1])
+    for key in ("local_test", "local_val", "global_test", "global_model", "bytes_up", "bytes_down", "seconds"):
+        assert summary[key] == last[key]
+    for split in ("local_test", "local_val", "global_test"):
+        values = list(summary[split]["per_client"].values())
+        assert list(summary[split]["per_client"]) == [f"client-{m:02d}" for m in range(4)]
+        assert summary[split]["mean"] == pytest.approx(np.mean(values))
+        assert summary[split]["std"] == pytest.approx(np.std(values))
+    assert summary["parameters"]["communicated"] == 12330
+    assert summary["parameters"]["trained"] == 2 * 12330
+    assert summary["versions"]["torch"] == torch.__version__
+    assert (summary["device"], summary["precision"]) == ("cpu", "fp32")
+    assert (uninterrupted / "report.html").is_file()
+
+
 def test_more_rounds_on_resume_equal_a_longer_run(
     uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -292,10 +303,6 @@ def test_metrics_of_rounds_that_are_trained_again_are_not_doubled(
     assert [r["round"] for r in without_clock(out)] == [1, 2, 3, 4, 5, 6]
 
 
-def plain(settings: dict[str, Any]) -> dict[str, Any]:
-    return {**SMALL, **{k.replace("__", "."): v for k, v in settings.items()}}
-
-
 def die_at(round: int) -> Any:
     def on_round(progress: Any) -> None:
         if progress.round == round:
@@ -316,120 +323,6 @@ def test_an_interruption_between_two_rounds_saves_the_last_one(tmp_path: Path) -
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["round-0002"]
 
 
-# What a run folder says.
-
-
-def test_a_summary_says_what_the_run_did(uninterrupted: Path) -> None:
-    summary = json.loads((uninterrupted / "summary.json").read_text())
-    last = json.loads((uninterrupted / "metrics.jsonl").read_text().splitlines()[-1])
-    for key in ("local_test", "local_val", "global_test", "global_model", "bytes_up", "bytes_down", "seconds"):
-        assert summary[key] == last[key]
-    for split in ("local_test", "local_val", "global_test"):
-        values = list(summary[split]["per_client"].values())
-        assert list(summary[split]["per_client"]) == [f"client-{m:02d}" for m in range(4)]
-        assert summary[split]["mean"] == pytest.approx(np.mean(values))
-        assert summary[split]["std"] == pytest.approx(np.std(values))
-    assert summary["parameters"]["communicated"] == 12330
-    assert summary["parameters"]["trained"] == 2 * 12330
-    assert summary["versions"]["torch"] == torch.__version__
-    assert (summary["device"], summary["precision"]) == ("cpu", "fp32")
-    assert (uninterrupted / "report.html").is_file()
-
-
-def strict(text: str) -> Any:
-    def refuse(name: str) -> None:
-        raise AssertionError(f"{name} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
-def test_metrics_are_json_even_when_training_explodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """NaN and Infinity are Python's own and break every other reader."""
-    out = tmp_path / "run"
-    assert train(out, "--json", train__lr=1e30, train__rounds=1, distill__steps=2) == 0
-    found = capsys.readouterr()
-    assert "training stopped being finite" in found.err
-    for text in (found.out, (out / "metrics.jsonl").read_text(), (out / "summary.json").read_text()):
-        strict(text)
-
-
-@pytest.mark.parametrize("key", ["data__val", "data__test"])
-@pytest.mark.parametrize("method", ["perada", "fedavg"])
-def test_a_run_without_validation_or_test_data_is_trained_or_refused(
-    tmp_path: Path, key: str, method: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The guard has no judge and keeps the average; scores are n/a. A refusal is fine too, a traceback is not."""
-    code = train(tmp_path / "run", "--json", **{"method__name": method, key: 0.0, "train__rounds": 1})
-    found = capsys.readouterr()
-    if code == 2:
-        assert found.err.startswith("error: ")
-        return
-    assert code == 0
-    row = json.loads(found.out)
-    missing = "local_val" if key == "data__val" else "local_test"
-    assert row[missing]["mean"] is None
-    if method == "perada" and key == "data__val":
-        assert row["distill"]["guard_chose"] == 0
-
-
-# Weights that the config alone cannot make again travel with the run.
-
-
-@pytest.fixture
-def png(tmp_path: Path) -> Path:
-    path = tmp_path / "seven.png"
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (8, 8), dtype=np.uint8)).save(path)
-    return path
-
-
-def test_a_weights_file_may_be_deleted_after_training(
-    tmp_path: Path, png: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = tmp_path / "mine.safetensors"
-    net = resnet("resnet8", 10, seed=5)
-    save_file({k: t for k, t in net.state_dict().items() if "num_batches" not in k}, given)
-    out = tmp_path / "run"
-    assert train(out, method__name="perada-no-kd", model__weights=str(given)) == 0
-    assert "47 tensors" in capsys.readouterr().err.replace("\n", " ")
-    kept = load_file(out / "backbone.safetensors")
-    assert torch.equal(kept["layer1.0.conv1.weight"], net.layer1[0].conv1.weight)
-    before = perada.load(out).predict("client-00", [png])
-    given.unlink()
-    assert perada.load(out).predict("client-00", [png]) == before
-    assert cli.main(["evaluate", str(out), "--json"]) == 0
-    assert train(out, "--resume", method__name="perada-no-kd", model__weights=str(given), train__rounds=3) == 0
-
-
-def test_weights_pretrained_with_fedavg_travel_with_the_run(
-    tmp_path: Path, png: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "run"
-    settings = {"model__weights": "fedavg", "model__pretrain_rounds": 1, "method__name": "perada-no-kd"}
-    assert train(out, **settings) == 0
-    stderr = capsys.readouterr().err
-    assert "pretraining resnet8 with 1 rounds of FedAvg" in stderr.replace("\n", " ")
-    kept = load_file(out / "backbone.safetensors")
-    assert not torch.equal(kept["layer1.0.conv1.weight"], resnet("resnet8", 10, seed=0).layer1[0].conv1.weight)
-    assert perada.load(out).predict("client-00", [png])[0]["client"] == "client-00"
-    assert train(out, "--resume", **settings, train__rounds=3) == 0
-    assert "pretraining" not in capsys.readouterr().err, "the backbone of the folder serves, it is not made again"
-    again = tmp_path / "again"
-    assert cli.main(["train", str(out / "config.toml"), "--out", str(again)]) == 0
-    assert adapters(again) == adapters(out)
-
-
-def test_random_weights_come_from_the_seed_and_need_no_file(tmp_path: Path, png: Path) -> None:
-    found = {}
-    for seed in (0, 1):
-        out = tmp_path / f"run-{seed}"
-        settings = plain({"method__name": "perada-no-kd", "model__weights": "random", "train__rounds": 1})
-        run = perada.train("digits", set=settings, seed=seed, out=out)
-        assert not (out / "backbone.safetensors").exists()
-        found[seed] = run.model("client-00").state_dict()["layer1.0.conv1.weight"]
-        assert perada.load(out).predict("client-00", [png]) == run.predict("client-00", [png])
-    assert not torch.equal(found[0], found[1])
-
-
 @pytest.mark.parametrize("method", ["standalone", "fedavg"])
 def test_full_model_methods_resume_to_the_same_bytes(
     tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]
@@ -440,51 +333,6 @@ def test_full_model_methods_resume_to_the_same_bytes(
         perada.train("digits", set=plain(settings), out=tmp_path / "cut", device="cpu", on_round=die_at(2))
     assert train(tmp_path / "cut", "--resume", **settings) == 0
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
-
-
-def test_the_default_folder_is_never_an_old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    settings = plain({"method__name": "perada-no-kd", "train__rounds": 1})
-    paths = [str(perada.train("digits", set=settings).path) for _ in range(3)]
-    assert paths == ["runs/digits-perada-no-kd-0", "runs/digits-perada-no-kd-0-2", "runs/digits-perada-no-kd-0-3"]
-
-
-def test_resume_without_a_folder_takes_the_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["train", "digits", *flags(method__name="perada-no-kd", train__rounds=1)]
-    assert cli.main(words) == 0
-    assert cli.main(words) == 0
-    words = ["train", "digits", *flags(method__name="perada-no-kd", train__rounds=2)]
-    assert cli.main([*words, "--resume"]) == 0
-    assert json.loads(Path("runs/digits-perada-no-kd-0-2/summary.json").read_text())["round"] == 2
-    assert json.loads(Path("runs/digits-perada-no-kd-0/summary.json").read_text())["round"] == 1
-
-
-def test_overwrite_replaces_a_run_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "run"
-    settings = {"method__name": "perada-no-kd", "train__rounds": 1}
-    assert train(out, **settings) == 0
-    (out / "notes.txt").write_text("the user's own")
-    assert train(out, **settings) == 2
-    assert train(out, "--overwrite", **settings) == 2, "a folder with more than a run in it is not deleted"
-    assert (out / "notes.txt").exists()
-    (out / "notes.txt").unlink()
-    old = out / "checkpoints" / "round-0001" / "state.json"
-    before = old.stat().st_mtime_ns
-    assert train(out, "--overwrite", **settings) == 0
-    assert old.stat().st_mtime_ns > before
-
-
-def test_overwrite_without_out_replaces_the_default_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["train", "digits", *flags(method__name="perada-no-kd", train__rounds=1)]
-    assert cli.main(words) == 0
-    assert cli.main([*words, "--overwrite"]) == 0
-    assert [p.name for p in Path("runs").iterdir()] == ["digits-perada-no-kd-0"]
 
 
 def test_a_full_disk_is_one_line_and_exit_code_1(

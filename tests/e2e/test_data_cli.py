@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import said, strict
 from data.test_sources import dump
 from PIL import Image
 from small import tree
@@ -31,7 +32,6 @@ from perada.data.cifar import CIFAR10_CLASSES
 from perada.data.download import Entry, Remote
 from perada.simulate import prepare
 
-from .test_cli import said, strict
 from .test_own_data import refused
 
 SMALL = {"model.backbone": "resnet8", "model.weights": "random", "train.rounds": 1, "train.epochs": 1}

@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import said, strict
 from PIL import Image
 from small import tree
 
 import perada
 from perada import cli
-
-from .test_cli import said, strict
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "three_sites.py"
 TINY = {"model.backbone": "resnet8", "model.weights": "random", "data.size": 8, "train.rounds": 1, "train.epochs": 1}
