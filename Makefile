@@ -21,7 +21,7 @@ test-network: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/network
 
 test: lint $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 	$(MAKE) wheel-check
 
 lint: $(VENV)/.installed
