@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from . import __version__, standings, tables
 from .api import Run, default_source, load, train
@@ -26,6 +27,7 @@ from .runs import device_of
 from .tune import tune
 from .watch import watched
 
+typer.core.HAS_RICH = False  # help is plain, but typer 0.20, which flwr asks for, would write "\[required]" in it
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.add_typer(data_app, name="data")
 app.add_typer(reproduce_app, name="reproduce")

@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from commands import said, strict
 from PIL import Image
 from small import adapters, flags
+from typer.main import get_command
 
 import perada
 from perada import cli
@@ -199,11 +202,26 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in text for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+def _commands(group: Any, *before: str) -> Iterator[str]:
+    for name, command in group.commands.items():
+        yield " ".join([*before, name])
+        yield from _commands(command, *before, name) if hasattr(command, "commands") else ()
+
+
+@pytest.mark.parametrize("command", list(_commands(get_command(cli.app))))
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, command, "--help")
-    assert "Usage" in text
-    assert command in text
+    usage, *text = [line for line in said(capsys, *command.split(), "--help").splitlines() if line]
+    assert usage.startswith("Usage: ")
+    assert f" {command} " in usage
+    assert text[0].startswith("  ")  # what it does
+    assert text[0].strip()
+    assert "\\" not in "".join(text)
+
+
+def test_help_says_what_arguments_are(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "evaluate", "--help")
+    assert "a run folder" in text
+    assert "[required]" in text
 
 
 def test_no_command_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
