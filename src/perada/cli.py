@@ -20,7 +20,7 @@ from .data.commands import app as data_app
 from .errors import InputError, RunError
 from .machine import keep_memory
 from .methods import REGISTRY, method_sizes
-from .models import count_groups
+from .models import BACKBONES, count_groups
 from .report import write_partition, write_report
 from .reproduce.commands import app as reproduce_app
 from .runs import device_of
@@ -212,7 +212,7 @@ def evaluate(
 @app.command()
 def predict(
     run: RunPath,
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="pictures of any size")],
     client: Annotated[str, typer.Option(help="whose personal model")],
     data: DataPath = None,
     device: Device = "auto",
@@ -240,7 +240,7 @@ def export(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders; several are compared")],
     out_file: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="default RUN/report.html")] = None,
 ) -> None:
     """One self-contained HTML page about one or several runs."""
@@ -278,7 +278,7 @@ def partition(
 
 @app.command()
 def params(
-    backbone: Annotated[str, typer.Argument(metavar="BACKBONE")],
+    backbone: Annotated[str, typer.Argument(metavar="BACKBONE", help=", ".join(BACKBONES))],
     classes: Annotated[int, typer.Option(min=1, help="outputs of the head")] = 10,
     as_json: AsJson = False,
 ) -> None:

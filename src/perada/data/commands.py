@@ -17,7 +17,7 @@ app = typer.Typer(no_args_is_help=True, help="Fetch the data sets of the paper."
 
 @app.command("get")
 def get_command(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="see `perada data list`")],
     root: Annotated[Path | None, typer.Option(help="default $PERADA_DATA or ~/.cache/perada/data")] = None,
 ) -> None:
     """Download data sets, checked and resumed where a download was cut."""
