@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_close_norm, assert_same_tensors
@@ -12,6 +13,7 @@ from small import after, everything, small
 
 import perada.trainer
 from perada import rounds, simulate
+from perada.data.public import Chunks
 from perada.errors import InputError, RunError
 from perada.lanes import bytes_per_lane, memory
 from perada.rounds import Saver
@@ -42,6 +44,19 @@ def test_a_guard_at_the_clients_costs_the_candidates_on_the_way_down() -> None:
 def test_a_guard_at_the_server_costs_nothing_on_the_wire() -> None:
     sim = after(1, distill__guard="server")
     assert sim.now.counters["bytes_down"] == 2 * sim.now.broadcast.bytes_per_lane()
+
+
+# Which images.
+
+
+def test_in_domain_images_are_everybodys_validation_images() -> None:
+    sim = after(1, distill__data="validation", distill__batch=16, distill__size=0)
+    numbers = np.concatenate([c.val for c in sim.federation.clients])
+    assert isinstance(sim.public, Chunks)
+    assert torch.equal(sim.public.images, sim.federation.images[torch.from_numpy(numbers)])
+    seen = sim.public.chunks.flatten().tolist()
+    assert len(set(seen)) == len(seen) == len(numbers) // 16 * 16 > 0
+    assert sim.now.counters["distilled"] == 1
 
 
 # Trouble.

@@ -42,7 +42,7 @@ from .lanes import (
 class Distill:
     """The `[distill]` section."""
 
-    data: str = "none"  # where the public images come from: a source's name, or a folder
+    data: str = "none"  # where the public images come from: a source's name, a folder, or the clients' "validation"
     size: int = 0  # how many of them; 0 is all
     steps: int = 500
     batch: int = 2048

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .config import Config
-from .data import Federation, build_federation, public_images
+from .data import VALIDATION, Federation, build_federation, public_images
 from .data.public import Chunks
 from .distill import Server, chunks_of
 from .errors import InputError
@@ -346,7 +346,8 @@ def public_chunks(
 ) -> Sequence[Tensor]:
     if not method.parts.distils or config.distill.steps == 0:
         return []
-    images = public_images(config.distill.data, federation.images.shape[-1], config.data.root)
+    own, size = config.distill.data == VALIDATION, federation.images.shape[-1]
+    images = federation.take(federation.val) if own else public_images(config.distill.data, size, config.data.root)
     if images is None:
         raise InputError("distillation needs public images: set distill.data, or --set distill.steps=0")
     if images.shape[2:] != federation.images.shape[2:]:

@@ -55,6 +55,7 @@ def test_sites_are_sorted_and_paths_are_the_files_neighbours(tmp_path: Path) -> 
         (SERVER + '[model]\nweights = "fedavg"\n', "fedavg is a simulation's"),
         (SERVER + '[data]\nroot = "/x"\n', r"data\.root has no meaning here"),
         (SERVER + '[distill]\nguard = "server"\n', "needs labelled data at the server"),
+        (SERVER + '[distill]\ndata = "validation"\n', "distill.data=validation has no meaning here"),
         (SERVER + "[trian]\nlr = 1\n", "unknown section 'trian'"),
         ('preset = "chset"\n' + SERVER, "unknown preset 'chset'"),
     ],

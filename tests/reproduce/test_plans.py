@@ -81,7 +81,7 @@ def test_the_ablations_have_every_axis_that_the_issue_asks_for() -> None:
     for group in ("images", "sets"):
         sizes = {t.settings["distill.size"] for t in found.trials if t.group == group}
         assert all(n % own.batch == 0 for n in sizes), "whole batches"
-    assert len({t.settings["distill.data"] for t in found.trials if t.group == "sets"}) == 2
+    assert len({t.settings["distill.data"] for t in found.trials if t.group == "sets"}) == 3
     equal = {t.settings["distill.size"] for t in found.trials if t.group == "images"}
     assert {t.settings["distill.size"] for t in found.trials if t.group == "sets"} <= equal, "CIFAR-100 beside them"
 

@@ -192,6 +192,13 @@ def test_a_runs_own_public_images_are_found_beside_the_data_and_may_move(tmp_pat
     assert str(tmp_path) not in text
 
 
+def test_validation_images_are_no_file_beside_the_data(tmp_path: Path) -> None:
+    run = trial("own-0", method__name="perada", distill__data="validation", distill__batch=64)
+    assert place(tmp_path, data=str(tmp_path)).here(experiment(run), run) == {"data.root": str(tmp_path)}
+    assert reproduce(experiment(run), place(tmp_path)).left == []
+    assert '"distill.data": "validation"' in (tmp_path / "results" / "digits" / "own-0.json").read_text()
+
+
 def test_a_clock_keeps_time_for_the_end_and_none_without_minutes() -> None:
     time = [0.0]
     last = Progress(7, 7, None, ())

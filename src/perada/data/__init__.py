@@ -28,6 +28,7 @@ from .testsets import named_sets
 __all__ = [
     "PUBLIC",
     "SOURCES",
+    "VALIDATION",
     "Client",
     "DataOptions",
     "Federation",
@@ -125,7 +126,9 @@ SOURCES: dict[str, Callable[[DataOptions], Source]] = {
     "folder": own,
 }
 
-PUBLIC = ("none", "glyphs", "digits", "cifar10", "cifar100", "stl10")  # what distill.data may be beside a path
+# What distill.data may be beside a path. Validation data are the clients' own: a simulation may ask what they give.
+VALIDATION = "validation"
+PUBLIC = ("none", "glyphs", "digits", "cifar10", "cifar100", "stl10", VALIDATION)
 
 
 def build_federation(options: DataOptions, device: torch.device, source: Source | None = None) -> Federation:

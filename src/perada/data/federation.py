@@ -98,6 +98,11 @@ class Federation:
         """Global-test: the union of all clients' test data, in client order."""
         return np.concatenate([c.test for c in self.clients])
 
+    @property
+    def val(self) -> Indices:
+        """The union of all clients' validation data, in client order."""
+        return np.concatenate([c.val for c in self.clients])
+
     def prepare(self, images: Tensor, dtype: torch.dtype) -> Tensor:
         """uint8 `[n, C, H, W]` -> normalised `[n, 3, H, W]`: grey images become three equal channels."""
         mean, std = (_channels(values, dtype, images.device) for values in (self.mean, self.std))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config import Config, from_tables, presets, resolve, section
-from ..data import PUBLIC
+from ..data import PUBLIC, VALIDATION
 from ..data.images import IMAGENET
 from ..errors import InputError, unknown
 from ..methods import hyperparameters
@@ -131,6 +131,8 @@ def _run_config(file: Path, tables: dict[str, Any], federation: FederationOption
     for key in overrides:
         if key.startswith("data.") and key.removeprefix("data.") not in ("size", "val", "test", "seed", *SHARED_DATA):
             raise InputError(f"{file}: {key} has no meaning here: the data are at the sites")
+    if overrides.get("distill.data") == VALIDATION:
+        raise InputError(f"{file}: distill.data={VALIDATION} has no meaning here: the data are at the sites")
     if preset == "folder":  # its backbone is made by simulated pretraining
         overrides.setdefault("model.weights", "random")
     config = resolve(str(preset), {**overrides, "data.name": "folder", "data.partition": "site", "data.root": ""})

@@ -282,7 +282,7 @@ def _others(state: State, figures: dict[str, str]) -> list[str]:
 ABLATIONS = {
     "steps": "Distillation steps a round (the recipe's own: perada)",
     "images": "Public images of CIFAR-100 (all 50,000 are perada)",
-    "sets": "Public images of other sets",
+    "sets": "Other public images: CIFAR-10's own validation data, PACS, X-rays",
     "lam": "λ (1 is perada)",
     "start": "Initialisation (Tiny-ImageNet-pretrained is perada)",
 }
@@ -319,7 +319,5 @@ def _missing(states: Sequence[State]) -> str:
             lines.append(
                 f"- **{state.experiment.name}**, made with other settings than planned now: {', '.join(state.stale)}."
             )
-    lines += [
-        "- Not to be had here: STL-10 (as public images), CIFAR-10.1. Not planned: validation images as public ones."
-    ]
+    lines += ["- Not to be had here: STL-10 (as public images), CIFAR-10.1."]
     return "\n".join([*lines, ""])

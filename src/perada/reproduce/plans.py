@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from ..config import resolve
+from ..data import VALIDATION
 from ..methods import REGISTRY, grids
 
 MAIN = ("perada", "perada-no-kd", "ditto", "fedavg-ft", "standalone")  # the methods that every table has
@@ -230,17 +231,14 @@ def _others() -> Experiment:
 
 
 def _ablations() -> Experiment:
-    """Numbers of images are whole batches of 2,048: what is left over is not distilled on. Of PACS and the X-rays
-    there are 9,991 and 3,954, so the sets are compared at equal numbers."""
+    """Numbers of images are whole batches of 2,048: what is left over is not distilled on. Of PACS, the X-rays and
+    CIFAR-10's validation data there are 9,991, 3,954 and 5,000, so the sets are compared at equal numbers."""
     perada, own = {"method.name": "perada"}, resolve("cifar10", {}).distill.steps
     variants: dict[str, dict[str, Settings]] = {
         "base": {"perada": {}, "no-kd": {"method.name": "perada-no-kd"}},
         "steps": {f"steps-{n}": {"distill.steps": n} for n in (20, 50, 150, 500) if n != own},
         "images": {f"images-{n}": {"distill.size": n} for n in (2048, 8192, 24576)},
-        "sets": {
-            f"{name}-{n}": {"distill.data": file, "distill.size": n}
-            for name, file, n in (("pacs", PACS, 2048), ("pacs", PACS, 8192), ("xrays", XRAYS, 2048))
-        },
+        "sets": {f"{name}-{n}": {"distill.data": file, "distill.size": n} for name, file, n in SETS},
         "lam": {f"lam-{v:g}": {"method.lam": v} for v in (0.01, 0.1, 10.0)},
         "start": {"weights-random": {"model.weights": "random"}, "weights-fedavg": {"model.weights": "fedavg"}},
     }
@@ -259,6 +257,7 @@ def _ablations() -> Experiment:
 
 
 PACS, XRAYS = "pacs_64.npz", "nih_cxr14_part001_64.npz"  # in the folder of data
+SETS = (("validation", VALIDATION, 2048), ("pacs", PACS, 2048), ("pacs", PACS, 8192), ("xrays", XRAYS, 2048))
 FIVE_LABELS = ["Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Effusion"]  # CheXpert's, by NIH's names
 
 

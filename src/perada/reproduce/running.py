@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ..api import load, resumable, train
 from ..config import Config, resolve
-from ..data import Federation
+from ..data import VALIDATION, Federation
 from ..errors import InputError, Interrupted, RunError, unknown
 from ..lanes import Pool
 from ..plan import check_all, keep_backbone, once, shared_backbone, validated
@@ -47,7 +47,7 @@ class Place:
         if self.data is not None:
             file = Path(self.data) / experiment.file
             found["data.root"] = str(file if experiment.file and file.is_file() else self.data)
-            if "distill.data" in trial.settings:
+            if trial.settings.get("distill.data", VALIDATION) != VALIDATION:
                 found["distill.data"] = str((Path(self.data) / trial.settings["distill.data"]).absolute())
         return found
 
