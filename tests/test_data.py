@@ -291,5 +291,5 @@ def test_public_images_by_name() -> None:
     whole = public_images("digits", 8)
     assert whole is not None
     assert len(whole) == 1797
-    with pytest.raises(InputError, match=r"distill\.data: 'no-such'"):
+    with pytest.raises(InputError, match=r"distill\.data: 'no-such' .* one of: none, glyphs"):
         public_images("no-such", 8)

@@ -95,6 +95,7 @@ def test_bad_input_is_one_line(tmp_path: Path, words: list[str], says: str, caps
     assert cli.main(["flower", "init", str(tmp_path / "p"), *words]) == 2
     said = capsys.readouterr().err
     assert says in said
+    assert ".part" not in said
     assert len(said.splitlines()) == 1
     assert not (tmp_path / "p").exists()
 

@@ -193,6 +193,8 @@ def public_images(name: str, size: int, root: str = "") -> torch.Tensor | None:
     if name == "glyphs":
         return torch.from_numpy(glyphs())
     if name not in PUBLIC and Path(name).suffix.lower() != ".npz":
+        if not Path(name).expanduser().is_dir():
+            raise InputError(f"distill.data: {name!r} is no folder with images, nor one of: {', '.join(PUBLIC)}")
         return torch.from_numpy(_writable(unlabelled(name, size)))
     images = _training(npz(name)) if name not in PUBLIC else _public(name, size, root)
     if images.shape[2:] != (size, size):

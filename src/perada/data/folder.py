@@ -19,7 +19,7 @@ def unlabelled(root: str, size: int) -> NDArray[np.uint8]:
     base = Path(root).expanduser()
     files = image_files(base)
     if not files:
-        raise InputError(f"distill.data: {root!r} is not 'glyphs' or 'none', and no folder with images")
+        raise InputError(f"distill.data: {root!r} is no folder with images")
     return decode(files, base, size, skip_bad=False, advice="damaged or not images: mend or remove them")[0]
 
 

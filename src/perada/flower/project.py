@@ -108,6 +108,8 @@ def init(
         if folder.exists():
             folder.rmdir()
         part.rename(folder)
+    except InputError as error:  # it speaks of a file that nobody will see
+        raise InputError(str(error).replace(f"{part / 'server.toml'}: ", "")) from error
     except OSError as error:
         raise InputError(f"cannot write to {folder}: {error.strerror}") from error
     finally:
