@@ -102,7 +102,7 @@ class Clock(threading.Thread):
 
 
 def test_a_site_that_hangs_is_left_out_and_its_late_upload_refused(net: Net) -> None:
-    net.misbehave({"west": {"train-1": "sleep 7"}})  # later than the deadline, and 5 s for all else before Flower drops it
+    net.misbehave({"west": {"train-1": "sleep 7"}})  # late, with 5 s to spare before Flower drops it
     net.setting({"deadline_s": 7.0}, train__rounds=4, distill__steps=0)
     clock = Clock(net, "hang")
     clock.start()
