@@ -9,7 +9,7 @@ on the machine's own disk, RESULTS is a copy of the repository's `results/`, whi
                                                                           # the same command again until it is done
     perada reproduce main --data DATA --weights W --out RUNS --results RESULTS --minutes 9 --only adapters-0
 
-1. `distill-study` first, as often as it takes (about 20 minutes). Its last line is the recipe that validation data
+1. `distill-study` first, as often as it takes (about 16 minutes). Its last line is the recipe that validation data
    settled: write it into `presets/cifar10.toml` (a test compares) before `main`, `others` and `ablations` are begun:
    they take the preset, and results of another one count for nothing.
 2. `main`, group by group: `adapters-0`, `adapters-1`, `adapters-2`, then `full-0`, `ditto-0`, `full-1`, ... Without
