@@ -13,8 +13,8 @@ from lanes.problems import noisy
 from small import ONE, adam_by_hand, double, lanes_of, pixel_model, weights_of
 from torch import Tensor
 
-from perada.distill import Distill, chunks_of, distill, kl, teacher_logits
-from perada.lanes import LaneModel, State, adapt, mean
+from perada.distill import Distill, Server, chunks_of, distill, kl, teacher_logits
+from perada.lanes import LaneModel, State, adapt, gather, mean
 from perada.models.resnet import resnet, resnet_groups
 
 # The teacher and the loss.
@@ -135,7 +135,7 @@ def test_the_trace_is_the_loss_before_each_step() -> None:
     start, teachers = lanes_of([0.3, -0.2]), lanes_of([2.0, -1.0])
     _, trace = distill(pixel_model(0.0, 0.0), start, teachers, [ONE], options, False, 0)
     assert len(trace) == 3
-    assert trace[0] == pytest.approx(float(kl(double([2.0, -1.0]), double([0.3, -0.2]), 1.0, False).mean()))
+    assert float(trace[0]) == pytest.approx(float(kl(double([2.0, -1.0]), double([0.3, -0.2]), 1.0, False).mean()))
     assert trace[2] < trace[1] < trace[0]
 
 
@@ -292,10 +292,45 @@ def test_the_students_dropout_follows_its_key(model: LaneModel, teachers: State,
     assert not torch.equal(a.params["fc.weight"], c.params["fc.weight"])
 
 
+def test_the_average_is_judged_with_statistics_of_the_same_images_as_the_students(
+    model: LaneModel, teachers: State, chunks: list[Tensor]
+) -> None:
+    """As if it had been distilled with steps of no length, as long as the first candidate."""
+    start, set_ = mean(teachers), {"steps": 6, "candidates": (3,), "guard": "clients", "keep_stats": "student"}
+    options = Distill(lr=0.01, **set_)  # type: ignore[arg-type]
+    found, _ = distill(model, start, teachers, chunks, options, False, 0, average=True)
+    still, _ = distill(model, start, teachers, chunks, Distill(lr=1e-30, **set_), False, 0)  # type: ignore[arg-type]
+    assert found.lanes == 3
+    average = gather(found, [0])
+    assert_same_tensors(average.params, start.params)
+    assert_same_tensors(average.buffers, gather(still, [0]).buffers)
+    assert not torch.equal(average.buffers["bn1.running_mean"], start.buffers["bn1.running_mean"])
+    without, _ = distill(model, start, teachers, chunks, options, False, 0)
+    assert_same_tensors(gather(found, [1, 2]).params, without.params)  # the students are what they were
+    assert_same_tensors(gather(found, [1, 2]).buffers, without.buffers)
+
+
+@pytest.mark.parametrize("other", [{"keep_stats": "average"}, {"keep_stats": "student", "student_norm": "frozen"}])
+def test_where_the_students_keep_the_average_s_statistics_it_is_judged_with_those(
+    model: LaneModel, teachers: State, chunks: list[Tensor], other: dict[str, Any]
+) -> None:
+    start, options = mean(teachers), Distill(steps=2, lr=0.01, guard="clients", **other)
+    found, _ = distill(model, start, teachers, chunks, options, False, 0, average=True)
+    assert_same_tensors(gather(found, [0]).buffers, start.buffers)
+
+
+def test_an_average_that_wins_keeps_its_own_statistics(model: LaneModel, teachers: State, chunks: list[Tensor]) -> None:
+    options = Distill(steps=2, lr=0.01, guard="clients", keep_stats="student", candidates=())
+    server = Server(model, chunks, options, False, 0, 0, lambda candidates: double([0.0], [1.0]))
+    found = server.distill(mean(teachers), teachers)
+    assert_same_tensors(found.buffers, mean(teachers).buffers)
+    assert_same_tensors(found.params, mean(teachers).params)
+
+
 def test_distilling_brings_the_student_nearer(chunks: list[Tensor], teachers: State, model: LaneModel) -> None:
     options = Distill(steps=40, lr=0.01, guard="none")
     _, trace = distill(model, mean(teachers), teachers, chunks, options, False, 0)
-    assert np.mean(trace[-4:]) < 0.5 * np.mean(trace[:4])
+    assert trace[-4:].mean() < 0.5 * trace[:4].mean()
 
 
 def test_multilabel_students_learn_each_label() -> None:

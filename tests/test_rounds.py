@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers import assert_close_norm, assert_same_tensors
 from small import after, everything, small
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import perada.trainer
 from perada import rounds, simulate
 from perada.data.public import Chunks
 from perada.errors import InputError, RunError
-from perada.lanes import bytes_per_lane, memory
+from perada.lanes import bytes_per_lane, memory, replay
 from perada.rounds import Saver
 from perada.runs import RunFolder
 from perada.simulate import lanes_at_once, precision_of, prepare
@@ -222,3 +224,39 @@ def test_clients_validate_together_as_one_by_one(monkeypatch: pytest.MonkeyPatch
     assert_close_norm(together[:, [0, 2]], alone[:, [0, 2]], 1e-12)
     assert together[:, 1].isnan().all()
     assert float(alone[0, 0]) != float(alone[1, 0])
+
+
+class Reads(TorchDispatchMode):
+    """Writes down what needs a number of a tensor: there a GPU would be waited for."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"):
+            self.log.append("read")
+        return func(*args, **kwargs or {})
+
+
+def test_nothing_is_read_before_the_guard_has_all_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a GPU trains, distils and scores without a pause while all of it is being asked for."""
+    monkeypatch.setattr(replay, "DEVICES", ("cpu",))
+    monkeypatch.setattr(perada.trainer, "TOGETHER", ("cpu",))
+    sim, log = prepare(small(method__name="perada", distill__guard="clients")), list[str]()
+    sim.step()  # what is looked up once
+    real = perada.trainer.logits_on
+
+    def scored(*args: Any) -> torch.Tensor:
+        log.append("scored")
+        return real(*args)
+
+    monkeypatch.setattr(perada.trainer, "logits_on", scored)
+    for name in ("tolist", "cpu"):  # which a CPU does without an operation
+        held = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda t, held=held: (log.append("read"), held(t))[1])
+    with Reads(log):
+        sim.step()
+    assert log.count("scored") == 1
+    assert "read" not in log[: log.index("scored")]
+    assert "read" in log[log.index("scored") :]  # the losses, in the end

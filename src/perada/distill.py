@@ -25,6 +25,7 @@ from .lanes import (
     Loss,
     Norm,
     Options,
+    Result,
     State,
     Stem,
     Update,
@@ -34,6 +35,7 @@ from .lanes import (
     key_of,
     loop,
     rng_of,
+    sent,
     stack,
 )
 
@@ -99,6 +101,7 @@ def chunks_of(images: int, options: Distill, seed: int) -> list[Tensor]:
 
 
 TOGETHER = 1 << 16  # images × teachers in one pass, where several chunks can be
+STATISTICS = 50  # batches after which running statistics have forgotten nearly all that was before
 
 
 @torch.no_grad()
@@ -191,11 +194,12 @@ def rates(options: Distill) -> list[float]:
     return found
 
 
+@lru_cache(maxsize=64)
 def _adam(options: Distill, device: torch.device, dtype: torch.dtype) -> Update:
     """Adam (Kingma & Ba, 2015) as a loop's step on (student, first moments, second moments, steps done) and, where
     there is a pull, its centre."""
     one, two, eps = 0.9, 0.999, 1e-8
-    plan = rates(options)
+    plan = [*rates(options), 0.0]  # after its last step it stands still
     table = torch.tensor(
         [[r / (1 - one**t), (1 - two**t) ** -0.5] for t, r in enumerate(plan, 1)], dtype=dtype, device=device
     )
@@ -229,7 +233,8 @@ def _adam(options: Distill, device: torch.device, dtype: torch.dtype) -> Update:
             ms[name] = torch.lerp(ms[name], g, 1 - one)
             vs[name] = torch.addcmul(vs[name] * two, g, g, value=1 - two)
             size = (vs[name].sqrt() / (1 - two**t) ** 0.5).add_(eps)
-            params[name] = torch.addcdiv(params[name], ms[name], size, value=-plan[t - 1] / (1 - one**t))
+            length = plan[min(t, len(plan)) - 1] / (1 - one**t)
+            params[name] = torch.addcdiv(params[name], ms[name], size, value=-length)
         return State(params, state.buffers), State(ms), State(vs), State({"t": done + 1}), *centre
 
     return step
@@ -244,39 +249,47 @@ def distill(
     multilabel: bool,
     key: int,
     lanes_at_once: int = 0,
-) -> tuple[State, list[float]]:
-    """Adam on the student (one lane) -> the candidates of `options.snapshots()` as lanes, and the KL trace.
+    average: bool = False,
+) -> tuple[State, Tensor]:
+    """Adam on the student (one lane) -> the candidates of `options.snapshots()` as lanes, and the KL trace `[steps]`.
+    Nothing is read, so that a GPU need not be waited for yet.
 
     `images` are the chunks, prepared: step r uses chunk r mod n. Dropout is on in the student, as in any
     other training; `key` is its random key. A candidate that is not finite is all NaN.
+    average: one more lane in front, the student as it was given, as a guard is to see it beside the others. Where they
+    keep running statistics of the public images it gets such, too: weights are to be judged, not statistics.
     """
     targets = teacher_logits(model, teachers, images, options.teacher_norm, lanes_at_once)
     like = next(iter(student.params.values()))
-    keys = torch.tensor([key], dtype=torch.int64, device=model.device)
+    keys = sent(torch.tensor([key], dtype=torch.int64), model.device)
     zeros = State({n: torch.zeros_like(p) for n, p in student.params.items()})
-    states: tuple[State, ...] = (
-        student,
-        zeros,
-        zeros,
-        State({"t": torch.zeros(1, 1, dtype=torch.float64, device=model.device)}),
-        *([State(student.params)] if options.pull else []),
-    )
     how = Options(norm="train" if options.student_norm == "batch" else "running", weight_decay=options.weight_decay)
-    update, kept, traces, done = _adam(options, model.device, like.dtype), [], [], 0
-    finite = [torch.ones(1, dtype=torch.bool, device=model.device)]
+    loss, update = _loss(options.temperature, multilabel), _adam(options, model.device, like.dtype)
+
+    def begun(step: int) -> tuple[State, ...]:
+        count = State({"t": torch.full((1, 1), step, dtype=torch.float64, device=model.device)})
+        return student, zeros, zeros, count, *([State(student.params)] if options.pull else [])
+
+    def trained(states: tuple[State, ...], first: int, steps: int) -> Result:
+        batches = PublicBatches(images, targets, keys, options.steps, first)
+        return loop(model, states, batches, loss, [steps], update, how, ("distill", options))
+
+    states, done, traces = begun(0), 0, list[Tensor]()
+    kept, finite = list[State](), [torch.ones(1, dtype=torch.bool, device=model.device)]
+    if average:
+        own = options.keep_stats == "average" or options.student_norm == "frozen"
+        steps = min(options.snapshots()[0], STATISTICS)
+        kept = [student if own else State(student.params, trained(begun(options.steps), 0, steps).state.buffers)]
+        finite *= 2
     for step in options.snapshots():
-        batches = PublicBatches(images, targets, keys, options.steps, done)
-        found = loop(
-            model, states, batches, _loss(options.temperature, multilabel), [step - done], update, how,
-            ("distill", options),
-        )  # fmt: skip
+        found = trained(states, done, step - done)
         states, done = found.states, step
-        finite.append(finite[-1] & found.finite)  # nothing is read: the GPU would wait
+        finite.append(finite[-1] & found.finite)
         traces.append(found.trace[:, 0])
         kept.append(State(states[0].params, (student if options.keep_stats == "average" else states[0]).buffers))
-    candidates, good, none = stack(*kept), torch.cat(finite[1:]), like.new_tensor(torch.nan)
-    params = {n: torch.where(good.view(-1, *[1] * (p.dim() - 1)), p, none) for n, p in candidates.params.items()}
-    return State(params, candidates.buffers), torch.cat(traces).tolist()
+    candidates, good = stack(*kept), torch.cat(finite[1:])
+    params = {n: torch.where(good.view(-1, *[1] * (p.dim() - 1)), p, torch.nan) for n, p in candidates.params.items()}
+    return State(params, candidates.buffers), torch.cat(traces)
 
 
 @dataclass
@@ -303,18 +316,19 @@ class Server:
         if not self.images:
             raise ValueError("distillation needs public images: set distill.data, or distill.steps=0")
         key = key_of(self.seed, self.round, "distill")
-        found, trace = distill(self.model, student, teachers, self.images, o, self.multilabel, key, self.lanes_at_once)
-        self.log = {"kl_first": trace[0], "kl_last": trace[-1]}
-        finite = torch.stack([t.isfinite().all(1) for t in flattened(found).flat or ()]).all(0).cpu()
-        if o.guard == "none":
+        guarded, limit = o.guard != "none", self.lanes_at_once
+        found, trace = distill(self.model, student, teachers, self.images, o, self.multilabel, key, limit, guarded)
+        good = torch.stack([t.isfinite().all(1) for t in flattened(found).flat or ()]).all(0)
+        losses = self.score(found) if guarded else None
+        finite = good.cpu()  # here a GPU is waited for: all its work of this round was given to it
+        self.log = {"kl_first": float(trace[0]), "kl_last": float(trace[-1])}
+        if losses is None:
             self.log["diverged"] = not bool(finite[-1])
             return found if finite[-1] else student
-        candidates, steps = stack(student, found), [0, *o.snapshots()]
-        losses = self.score(candidates)
-        judges = ~losses[0].isnan()  # a judge without data has no opinion on anything
+        steps, judges = [0, *o.snapshots()], ~losses[0].isnan()  # a judge without data has no opinion on anything
         judged = losses[:, judges].mean(1) if judges.any() else torch.zeros(len(steps))
-        judged[1:][~finite] = torch.inf
+        judged[1:][~finite[1:]] = torch.inf
         best = int(judged.nan_to_num(nan=torch.inf).argmin())  # the first of equals: the plain average
         known = [x if judges.any() and math.isfinite(x) else None for x in judged.tolist()]
         self.log |= {"guard_steps": steps, "guard_losses": known, "guard_chose": steps[best]}
-        return candidates.map(lambda t: t[best : best + 1].clone())
+        return found.map(lambda t: t[best : best + 1].clone()) if best else student.map(Tensor.clone)

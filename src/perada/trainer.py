@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -67,8 +67,18 @@ class Trainer:
     seed: int
     options: Train
     lanes_at_once: int = 0  # how many lanes there is room for; 0: all
-    losses: list[float] = field(default_factory=list)  # mean training loss of each client's last copy
-    failed: set[str] = field(default_factory=set)  # clients whose training stopped being finite
+    _done: list[Result] = field(default_factory=list)  # what was trained: read when it is asked for, not before
+
+    @property
+    def losses(self) -> list[float]:
+        """The mean training loss of each client's last copy. To ask is to wait for a GPU, as it is for `failed`."""
+        return self._done[-1].trace.nanmean(0).tolist()[-len(self.clients) :] if self._done else []
+
+    @property
+    def failed(self) -> set[str]:
+        """Clients whose training stopped being finite."""
+        names = [self.federation.clients[c].name for c in self.clients]
+        return {names[k % len(names)] for result in self._done for k in result.failed}
 
     def sgd(
         self,
@@ -136,8 +146,7 @@ class Trainer:
         dtype = next(iter(lanes.params.values())).dtype
         batches = ClientBatches(self.federation, owner, steps, self.options.batch, self.seed, self.round, dtype)
         result = work(batches, steps)
-        self.failed |= {self.federation.clients[owner[k]].name for k in result.failed}
-        self.losses = result.trace.nanmean(0).tolist()[-len(self.clients) :]
+        self._done.append(replace(result, states=()))
         return result.states
 
     def _options(self) -> Options:
@@ -160,7 +169,7 @@ class Trainer:
 
         NaN where a client holds no validation data.
         """
-        out = torch.full((candidates.lanes, len(self.clients)), torch.nan, dtype=torch.float64)
+        found = {}
         held = {j: val for j, c in enumerate(self.clients) if len(val := self.federation.clients[c].val)}
         together = self.model.device.type in TOGETHER and bool(held)
         for some in [list(held)] if together else [[j] for j in held]:
@@ -169,5 +178,8 @@ class Trainer:
             targets = self.federation.labels(index)
             losses = sample_loss(logits, targets.expand(candidates.lanes, *targets.shape))
             for j, part in zip(some, torch.split(losses, [len(held[j]) for j in some], 1), strict=True):
-                out[:, j] = part.mean(1).double().cpu()
+                found[j] = part.mean(1).double()
+        out = torch.full((candidates.lanes, len(self.clients)), torch.nan, dtype=torch.float64)
+        if found:  # read at the end, at once: a GPU is waited for
+            out[:, list(found)] = torch.stack(list(found.values()), 1).cpu()
         return out

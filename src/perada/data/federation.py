@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..lanes import fast_kernels
+from ..lanes import fast_kernels, sent
 from .augment import DRAWS, SALT, Augment, padding
 
 Indices = NDArray[np.int64]
@@ -80,12 +80,13 @@ class Federation:
 
     def take(self, index: Indices | Tensor) -> Tensor:
         """These images, uint8 `[n, C, H, W]`, on the compute device."""
-        at = torch.as_tensor(index, device=self.images.device)
+        at, where = torch.as_tensor(index), self.images.device
+        at = sent(at, where) if at.device.type == "cpu" else at.to(where)
         return self.images[at].to(self.device)
 
     def labels(self, index: Indices) -> Tensor:
         """The targets of these images."""
-        return self.targets[torch.from_numpy(index).to(self.device)]
+        return self.targets[sent(torch.from_numpy(index), self.device)]
 
     def about_images(self) -> str:
         """Where they live, and what that costs."""

@@ -19,7 +19,23 @@ from .memory import bytes_per_lane
 from .model import NOTHING, Group, LaneModel, divide
 from .pool import Pool
 from .random import fold, key_of, rng_of, uniform
-from .state import State, flattened, gather, join, mean, merge, mix, on_cpu, part, repeat, scale, scatter, split, stack
+from .state import (
+    State,
+    flattened,
+    gather,
+    join,
+    mean,
+    merge,
+    mix,
+    on_cpu,
+    part,
+    repeat,
+    scale,
+    scatter,
+    sent,
+    split,
+    stack,
+)
 from .stem import Stem
 from .train import Batches, Pull, Result, Update, loop, sgd
 
@@ -66,6 +82,7 @@ __all__ = [
     "rng_of",
     "scale",
     "scatter",
+    "sent",
     "sgd",
     "side_by_side",
     "split",

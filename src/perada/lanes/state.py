@@ -151,14 +151,20 @@ def repeat(state: State, lanes: int) -> State:
 
 def gather(state: State, lanes: Sequence[int] | Tensor) -> State:
     """These lanes, in this order (a copy)."""
-    index = torch.as_tensor(lanes, dtype=torch.long)
-    return state.map(lambda t: t.index_select(0, index.to(t.device)))
+    index = _index(state, lanes)
+    return state.map(lambda t: t.index_select(0, index))
 
 
 def scatter(state: State, lanes: Sequence[int] | Tensor, part: State) -> State:
     """`state` with these lanes replaced by the lanes of `part` (a copy; `state` is untouched)."""
+    index = _index(state, lanes)
+    return _zip([state, part], lambda pair: pair[0].index_copy(0, index, pair[1]))
+
+
+def _index(state: State, lanes: Sequence[int] | Tensor) -> Tensor:
+    """Once for all tensors."""
     index = torch.as_tensor(lanes, dtype=torch.long)
-    return _zip([state, part], lambda pair: pair[0].index_copy(0, index.to(pair[0].device), pair[1]))
+    return sent(index, next(iter(state.tensors())).device) if state.lanes and index.device.type == "cpu" else index
 
 
 def merge(*states: State) -> State:
@@ -212,5 +218,5 @@ def mean(state: State, weights: Sequence[float] | None = None) -> State:
     share = torch.tensor(weights, dtype=torch.float64)
     if not (share >= 0).all() or not share.sum() > 0:
         raise ValueError("weights must not be negative and must not all be zero")
-    share = share / share.sum()
+    share = sent(share / share.sum(), next(iter(state.tensors())).device)
     return state.map(lambda t: torch.tensordot(share.to(t), t, dims=1).unsqueeze(0))

@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 IDLE = 60.0  # seconds
+MOST = 14  # processes, each of which has torch in memory
 _idle: queue.Queue[subprocess.Popen[str]] = queue.Queue()
 _started: list[subprocess.Popen[str]] = []
 _told: list[Path] = []  # the stamp, once there are processes
@@ -35,7 +36,7 @@ def start(capability: tuple[int, int]) -> None:
     if _started or _stamp(capability).exists():
         return
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for _ in range(min(8, os.cpu_count() or 1)):
+    for _ in range(max(1, min(MOST, (os.cpu_count() or 1) - 2))):  # the data are read meanwhile
         one = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
