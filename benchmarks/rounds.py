@@ -5,6 +5,9 @@
 The `cifar10` preset (20 clients, Dir(0.1), 8 a round, 10 local epochs, batch 64, ResNet-18) on made-up images of
 CIFAR-10's number and size, and 50,000 public ones, so that nothing has to be fetched: times do not depend on what they
 show. The parts are measured with a wait for the GPU at either end of each, so they are a little longer than without.
+
+The host's share is bounded from above: what a round takes besides recorded steps (timed on the GPU, step by step) and
+teachers. It has the guard's and all other work of the GPU in it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +78,30 @@ def listen() -> dict[str, float]:
     return spent
 
 
+def replayed() -> Callable[[], float]:
+    """Asked after a round: the seconds that the GPU spent in recorded steps since it was asked last."""
+    if not torch.cuda.is_available():
+        return lambda: 0.0
+    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    real = torch.cuda.CUDAGraph.replay
+
+    def replay(graph: torch.cuda.CUDAGraph) -> None:
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        real(graph)
+        after.record()
+        marks.append((before, after))
+
+    def since() -> float:
+        wait()
+        found = sum(before.elapsed_time(after) for before, after in marks) / 1e3
+        marks.clear()
+        return found
+
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    return since
+
+
 def step_times(sim: Simulation, repeats: int = 5) -> dict[int, list[float]]:
     """Milliseconds of one recorded step, by lanes; `repeats` means of 20 steps."""
     loop = next(iter(sim.model.__dict__["replays"].values()))
@@ -95,7 +123,7 @@ def step_times(sim: Simulation, repeats: int = 5) -> dict[int, list[float]]:
 def measured(args: argparse.Namespace, public: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {"method.name": args.method, "model.weights": "random", "distill.data": str(public)}
     settings |= {"run.precision": args.precision, **dict(parse_setting(s) for s in args.set)}
-    sim, spent = prepare(resolve("cifar10", settings)), listen()
+    sim, spent, since = prepare(resolve("cifar10", settings)), listen(), replayed()
     rounds = []
     for at in range(args.rounds):
         clients = sim.cohort(at)
@@ -104,7 +132,9 @@ def measured(args: argparse.Namespace, public: Path) -> dict[str, Any]:
         rounds.append({"whole": whole, **spent, "rest": whole - sum(spent.values())})
         samples = sorted(len(sim.federation.clients[c].train) for c in clients)
         shown = ", ".join(f"{part} {seconds:.2f}" for part, seconds in rounds[-1].items())
-        print(f"round {at}: {shown} s; training samples {samples}", flush=True)
+        rounds[-1]["host"] = 1 - (since() + spent["teachers"]) / whole
+        host = f"; host at most {rounds[-1]['host']:.0%}" if torch.cuda.is_available() else ""
+        print(f"round {at}: {shown} s{host}; training samples {samples}", flush=True)
     evaluations = [timed(sim.evaluate) for _ in range(2)]
     print(f"evaluation: {evaluations[0]:.2f} s, then {evaluations[1]:.2f} s", flush=True)
     steps = step_times(sim) if sim.model.__dict__.get("replays") else {}
