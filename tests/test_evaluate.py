@@ -51,6 +51,18 @@ def test_the_size_of_a_chunk_does_not_matter(sim: Simulation, monkeypatch: pytes
         assert_close_norm(logits_on(sim.model, sim.now.kept, sim.federation, index), whole, 1e-12)
 
 
+def test_a_pass_that_is_filled_up_predicts_the_same(sim: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; of what it was filled up with nothing is seen."""
+    index = np.arange(50, 87)
+    whole, sizes = logits_on(sim.model, sim.now.kept, sim.federation, index), list[int]()
+    real = sim.model.on_all
+    monkeypatch.setattr(sim.model, "on_all", lambda lanes, x: (sizes.append(x.shape[0]), real(lanes, x))[1])
+    monkeypatch.setitem(perada.evaluate.WHOLE, "cpu", 16)
+    monkeypatch.setitem(perada.evaluate.CHUNK, "cpu", 4 * 32)
+    assert_close_norm(logits_on(sim.model, sim.now.kept, sim.federation, index), whole, 1e-12)
+    assert sizes == [32, 16]
+
+
 def test_own_logits_are_each_lanes_on_its_own_images(sim: Simulation) -> None:
     """Ragged and empty lists included."""
     indices = [np.arange(5), np.arange(100, 111), np.zeros(0, np.int64), np.array([1796])]

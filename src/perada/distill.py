@@ -100,7 +100,7 @@ def chunks_of(images: int, options: Distill, seed: int) -> list[Tensor]:
     return [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
 
 
-TOGETHER = 1 << 16  # images × teachers in one pass, where several chunks can be
+TOGETHER = 1 << 27  # pixels × teachers in one pass, where several chunks can be
 STATISTICS = 50  # batches after which running statistics have forgotten nearly all that was before
 
 
@@ -127,7 +127,8 @@ def _on_chunks(model: LaneModel, lanes: State, images: Sequence[Tensor | Stem], 
     """`[chunks, K, B, classes]`. Chunks that are kept behind the first layer can be other lanes: a few at a time."""
     if not isinstance(images, Chunks) or images.stems is None:
         return torch.stack([model.on_all(lanes, images[i], mode) for i in range(len(images))])
-    size = max(1, min(limit or TOGETHER, TOGETHER // images.chunks.shape[1]) // lanes.lanes)
+    most = TOGETHER // images.images[0, 0].numel() // images.chunks.shape[1]
+    size = max(1, min(limit or most, most) // lanes.lanes)
     out = []
     for some in torch.split(torch.arange(len(images), device=model.device), size):
         number = some.repeat_interleave(lanes.lanes)

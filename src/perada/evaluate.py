@@ -15,6 +15,9 @@ from .data.images import Pixels
 from .lanes import LaneModel, State
 
 CHUNK = {"cpu": 4096, "cuda": 32768}  # images × lanes in one forward pass; fewer where images are larger than 32×32
+WHOLE = {
+    "cuda": 512
+}  # a pass has a multiple of so many: where every number is new, libraries choose kernels every time
 
 
 def _chunk(lanes: int, images: Tensor, device: torch.device) -> int:
@@ -31,7 +34,10 @@ def logits_of(model: LaneModel, lanes: State, federation: Federation, images: Te
     dtype, lanes = next(iter(lanes.tensors())).dtype, model.rounded(lanes)
     out = []
     for part in torch.split(images, _chunk(lanes.lanes, images, model.device)):
-        out.append(model.on_all(lanes, model.stem(federation.prepare(part.to(model.device), dtype))))
+        more = -len(part) % WHOLE.get(model.device.type, 1)
+        filled = torch.cat([part, part[:1].expand(more, -1, -1, -1)]) if more else part
+        logits = model.on_all(lanes, model.stem(federation.prepare(filled.to(model.device), dtype)))
+        out.append(logits[:, : len(part)])
     return torch.cat(out, 1)
 
 
