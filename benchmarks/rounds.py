@@ -6,8 +6,8 @@ The `cifar10` preset (20 clients, Dir(0.1), 8 a round, 10 local epochs, batch 64
 CIFAR-10's number and size, and 50,000 public ones, so that nothing has to be fetched: times do not depend on what they
 show. The parts are measured with a wait for the GPU at either end of each, so they are a little longer than without.
 
-The host's share is bounded from above: what a round takes besides recorded steps (timed on the GPU, step by step) and
-teachers. It has the guard's and all other work of the GPU in it.
+Recorded steps are timed on the GPU, one by one. What a round takes outside of them is the host's, the teachers' and the
+guard's: more than the share in which the GPU waits for the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,9 @@ def listen() -> dict[str, float]:
     return spent
 
 
-def replayed() -> Callable[[], float]:
-    """Asked after a round: the seconds that the GPU spent in recorded steps since it was asked last."""
-    if not torch.cuda.is_available():
-        return lambda: 0.0
+@contextmanager
+def replayed() -> Iterator[Callable[[], float]]:
+    """To be asked after a round: the seconds that the GPU spent in recorded steps since it was asked last."""
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     real = torch.cuda.CUDAGraph.replay
 
@@ -99,7 +99,10 @@ def replayed() -> Callable[[], float]:
         return found
 
     torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
-    return since
+    try:
+        yield since
+    finally:
+        torch.cuda.CUDAGraph.replay = real  # type: ignore[method-assign]
 
 
 def step_times(sim: Simulation, repeats: int = 5) -> dict[int, list[float]]:
@@ -120,21 +123,26 @@ def step_times(sim: Simulation, repeats: int = 5) -> dict[int, list[float]]:
     return {w: sorted(timed(lambda w=w: some(w)) / 20 * 1e3 for _ in range(repeats)) for w in widths}
 
 
+def one_round(sim: Simulation, spent: dict[str, float], since: Callable[[], float] | None) -> dict[str, float]:
+    at, clients = sim.now.round, sim.cohort(sim.now.round)
+    spent.clear()
+    whole = timed(sim.step)
+    found = {"whole": whole, **spent, "rest": whole - sum(spent.values())}
+    shown = ", ".join(f"{part} {seconds:.2f}" for part, seconds in found.items()) + " s"
+    if since is not None:
+        found["recorded"] = since()
+        shown += f"; {1 - found['recorded'] / whole:.0%} outside of recorded steps"
+    samples = sorted(len(sim.federation.clients[c].train) for c in clients)
+    print(f"round {at}: {shown}; training samples {samples}", flush=True)
+    return found
+
+
 def measured(args: argparse.Namespace, public: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {"method.name": args.method, "model.weights": "random", "distill.data": str(public)}
     settings |= {"run.precision": args.precision, **dict(parse_setting(s) for s in args.set)}
-    sim, spent, since = prepare(resolve("cifar10", settings)), listen(), replayed()
-    rounds = []
-    for at in range(args.rounds):
-        clients = sim.cohort(at)
-        spent.clear()
-        whole = timed(sim.step)
-        rounds.append({"whole": whole, **spent, "rest": whole - sum(spent.values())})
-        samples = sorted(len(sim.federation.clients[c].train) for c in clients)
-        shown = ", ".join(f"{part} {seconds:.2f}" for part, seconds in rounds[-1].items())
-        rounds[-1]["host"] = 1 - (since() + spent["teachers"]) / whole
-        host = f"; host at most {rounds[-1]['host']:.0%}" if torch.cuda.is_available() else ""
-        print(f"round {at}: {shown} s{host}; training samples {samples}", flush=True)
+    sim, spent = prepare(resolve("cifar10", settings)), listen()
+    with replayed() if torch.cuda.is_available() else nullcontext() as since:
+        rounds = [one_round(sim, spent, since) for _ in range(args.rounds)]
     evaluations = [timed(sim.evaluate) for _ in range(2)]
     print(f"evaluation: {evaluations[0]:.2f} s, then {evaluations[1]:.2f} s", flush=True)
     steps = step_times(sim) if sim.model.__dict__.get("replays") else {}

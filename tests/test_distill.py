@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -103,7 +104,8 @@ def test_the_steps_are_adams_with_the_rate_of_the_schedule(schedule: Any) -> Non
     found, _ = distill(
         pixel_model(0.0, 0.0), lanes_of([0.3, -0.2]), lanes_of([2.0, -1.0], [1.0, 1.0]), [ONE], options, False, 0
     )
-    assert np.allclose(weights_of(found), adam_by_hand([0.3, -0.2], [1.5, 0.0], rates), rtol=0, atol=1e-12)
+    by_hand = [[0.3, -0.2], *adam_by_hand([0.3, -0.2], [1.5, 0.0], rates)]  # the average comes first
+    assert np.allclose(weights_of(found), by_hand, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("pull", "decay"), [(0.7, 0.0), (0.0, 0.3), (0.7, 0.3)])
@@ -113,7 +115,7 @@ def test_a_pull_and_weight_decay_are_in_the_loss(pull: float, decay: float) -> N
     start, teachers = lanes_of([0.3, -0.2]), lanes_of([2.0, -1.0], [1.0, 1.0])
     found, _ = distill(pixel_model(0.0, 0.0), start, teachers, [ONE], options, False, 0)
     by_hand = adam_by_hand([0.3, -0.2], [1.5, 0.0], [0.05] * 6, pull, decay)
-    assert np.allclose(weights_of(found), [by_hand[1], by_hand[5]], rtol=0, atol=1e-12)
+    assert np.allclose(weights_of(found), [[0.3, -0.2], by_hand[1], by_hand[5]], rtol=0, atol=1e-12)
     assert not np.allclose(by_hand[5], adam_by_hand([0.3, -0.2], [1.5, 0.0], [0.05] * 6)[5], atol=1e-3)
 
 
@@ -158,11 +160,11 @@ def test_a_candidate_is_the_student_after_so_many_steps() -> None:
     model, start, teachers = pixel_model(0.0, 0.0), lanes_of([0.3, -0.2]), lanes_of([2.0, -1.0])
     many = Distill(steps=9, lr=0.05, schedule="constant", candidates=(2, 5))
     found, _ = distill(model, start, teachers, [ONE], many, False, 0)
-    assert found.lanes == 3
+    assert found.lanes == 4
     short, _ = distill(
         model, start, teachers, [ONE], Distill(steps=5, lr=0.05, schedule="constant", guard="none"), False, 0
     )
-    assert weights_of(found)[1] == weights_of(short)[0]
+    assert weights_of(found)[2] == weights_of(short)[0]
 
 
 def test_public_data_are_shuffled_once_and_cut_into_equal_chunks() -> None:
@@ -292,39 +294,52 @@ def test_the_students_dropout_follows_its_key(model: LaneModel, teachers: State,
     assert not torch.equal(a.params["fc.weight"], c.params["fc.weight"])
 
 
-def test_the_average_is_judged_with_statistics_of_the_same_images_as_the_students(
-    model: LaneModel, teachers: State, chunks: list[Tensor]
+def test_a_student_of_no_steps_is_judged_where_students_keep_statistics_of_the_public_images(
+    model: LaneModel, teachers: State, chunks: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if it had been distilled with steps of no length, as long as the first candidate."""
-    start, set_ = mean(teachers), {"steps": 6, "candidates": (3,), "guard": "clients", "keep_stats": "student"}
-    options = Distill(lr=0.01, **set_)  # type: ignore[arg-type]
-    found, _ = distill(model, start, teachers, chunks, options, False, 0, average=True)
-    still, _ = distill(model, start, teachers, chunks, Distill(lr=1e-30, **set_), False, 0)  # type: ignore[arg-type]
-    assert found.lanes == 3
-    average = gather(found, [0])
-    assert_same_tensors(average.params, start.params)
-    assert_same_tensors(average.buffers, gather(still, [0]).buffers)
-    assert not torch.equal(average.buffers["bn1.running_mean"], start.buffers["bn1.running_mean"])
-    without, _ = distill(model, start, teachers, chunks, options, False, 0)
-    assert_same_tensors(gather(found, [1, 2]).params, without.params)  # the students are what they were
-    assert_same_tensors(gather(found, [1, 2]).buffers, without.buffers)
+    """Behind the plain average: its weights, and the statistics that steps of no length would leave."""
+    monkeypatch.setattr("perada.distill.STATISTICS", 4)
+    start, given = mean(teachers), {"steps": 6, "candidates": [3, 4], "guard": "clients", "keep_stats": "student"}
+    options, tiny = Distill(lr=0.01, **given), Distill(lr=1e-30, **given)  # type: ignore[arg-type]
+    found, _ = distill(model, start, teachers, chunks, options, False, 0)
+    still, _ = distill(model, start, teachers, chunks, tiny, False, 0)
+    assert options.judged() == (0, 0, 3, 4, 6)
+    assert found.lanes == 5
+    average, none = gather(found, [0]), gather(found, [1])
+    for one in (average, none):
+        assert_same_tensors(one.params, start.params)
+    assert_same_tensors(average.buffers, start.buffers)
+    assert_same_tensors(none.buffers, gather(still, [3]).buffers)  # four steps that led nowhere
+    assert not torch.equal(none.buffers["bn1.running_mean"], start.buffers["bn1.running_mean"])
+    alone, _ = distill(model, start, teachers, chunks, dataclasses.replace(options, guard="none"), False, 0)
+    assert_same_tensors(gather(found, [4]).params, alone.params)  # the student is what it was
+    assert_same_tensors(gather(found, [4]).buffers, alone.buffers)
 
 
 @pytest.mark.parametrize("other", [{"keep_stats": "average"}, {"keep_stats": "student", "student_norm": "frozen"}])
-def test_where_the_students_keep_the_average_s_statistics_it_is_judged_with_those(
+def test_where_all_have_the_average_s_statistics_there_is_no_student_of_no_steps(
     model: LaneModel, teachers: State, chunks: list[Tensor], other: dict[str, Any]
 ) -> None:
     start, options = mean(teachers), Distill(steps=2, lr=0.01, guard="clients", **other)
-    found, _ = distill(model, start, teachers, chunks, options, False, 0, average=True)
-    assert_same_tensors(gather(found, [0]).buffers, start.buffers)
+    found, _ = distill(model, start, teachers, chunks, options, False, 0)
+    assert options.judged() == (0, 2)
+    assert found.lanes == 2
+    for lane in (0, 1):
+        assert_same_tensors(gather(found, [lane]).buffers, start.buffers)
 
 
-def test_an_average_that_wins_keeps_its_own_statistics(model: LaneModel, teachers: State, chunks: list[Tensor]) -> None:
+@pytest.mark.parametrize(("losses", "steps", "same"), [([0.1, 0.2, 0.3], 0, True), ([0.2, 0.1, 0.3], 0, False)])
+def test_a_guard_keeps_what_it_judged(
+    model: LaneModel, teachers: State, chunks: list[Tensor], losses: list[float], steps: int, same: bool
+) -> None:
+    """The average with its own statistics, or with those of public images, which is no student accepted either."""
     options = Distill(steps=2, lr=0.01, guard="clients", keep_stats="student", candidates=())
-    server = Server(model, chunks, options, False, 0, 0, lambda candidates: double([0.0], [1.0]))
-    found = server.distill(mean(teachers), teachers)
-    assert_same_tensors(found.buffers, mean(teachers).buffers)
-    assert_same_tensors(found.params, mean(teachers).params)
+    server = Server(model, chunks, options, False, 0, 0, lambda candidates: double(*([x] for x in losses)))
+    found, start = server.distill(mean(teachers), teachers), mean(teachers)
+    assert_same_tensors(found.params, start.params)
+    assert torch.equal(found.buffers["bn1.running_mean"], start.buffers["bn1.running_mean"]) == same
+    assert server.log is not None
+    assert server.log["guard_chose"] == steps
 
 
 def test_distilling_brings_the_student_nearer(chunks: list[Tensor], teachers: State, model: LaneModel) -> None:

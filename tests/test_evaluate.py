@@ -51,16 +51,27 @@ def test_the_size_of_a_chunk_does_not_matter(sim: Simulation, monkeypatch: pytes
         assert_close_norm(logits_on(sim.model, sim.now.kept, sim.federation, index), whole, 1e-12)
 
 
-def test_a_pass_that_is_filled_up_predicts_the_same(sim: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("whole", "most", "sizes"),
+    [
+        (16, 4 * 32, [32, 8]),  # 37 images: two wholes, and five more in a power of two
+        (16, 4 * 40, [32, 8]),
+        (16, 4 * 5, [4] * 9 + [1]),  # where few are allowed there are never more
+        (512, 4 * 64, [64]),
+        (512, 4 * 1, [1] * 37),
+    ],
+)
+def test_a_pass_that_is_filled_up_predicts_the_same(
+    sim: Simulation, whole: int, most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU; of what it was filled up with nothing is seen."""
-    index = np.arange(50, 87)
-    whole, sizes = logits_on(sim.model, sim.now.kept, sim.federation, index), list[int]()
-    real = sim.model.on_all
-    monkeypatch.setattr(sim.model, "on_all", lambda lanes, x: (sizes.append(x.shape[0]), real(lanes, x))[1])
-    monkeypatch.setitem(perada.evaluate.WHOLE, "cpu", 16)
-    monkeypatch.setitem(perada.evaluate.CHUNK, "cpu", 4 * 32)
-    assert_close_norm(logits_on(sim.model, sim.now.kept, sim.federation, index), whole, 1e-12)
-    assert sizes == [32, 16]
+    index, real, seen = np.arange(50, 87), sim.model.on_all, list[int]()
+    wanted = logits_on(sim.model, sim.now.kept, sim.federation, index)
+    monkeypatch.setattr(sim.model, "on_all", lambda lanes, x: (seen.append(x.shape[0]), real(lanes, x))[1])
+    monkeypatch.setitem(perada.evaluate.WHOLE, "cpu", whole)
+    monkeypatch.setitem(perada.evaluate.CHUNK, "cpu", most)
+    assert_close_norm(logits_on(sim.model, sim.now.kept, sim.federation, index), wanted, 1e-12)
+    assert seen == sizes
 
 
 def test_own_logits_are_each_lanes_on_its_own_images(sim: Simulation) -> None:

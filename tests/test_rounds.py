@@ -239,11 +239,13 @@ class Reads(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_nothing_is_read_before_the_guard_has_all_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stats", ["average", "student"])
+def test_nothing_is_read_before_the_guard_has_all_its_work(stats: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a GPU trains, distils and scores without a pause while all of it is being asked for."""
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
     monkeypatch.setattr(perada.trainer, "TOGETHER", ("cpu",))
-    sim, log = prepare(small(method__name="perada", distill__guard="clients")), list[str]()
+    sim = prepare(small(method__name="perada", distill__guard="clients", distill__keep_stats=stats))
+    log: list[str] = []
     sim.step()  # what is looked up once
     real = perada.trainer.logits_on
 

@@ -72,6 +72,7 @@ class Distill:
         for name in ("pull", "weight_decay"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        object.__setattr__(self, "candidates", tuple(self.candidates))
         if any(c < 1 for c in self.candidates):
             raise ValueError("candidates are numbers of steps, at least 1")
 
@@ -79,6 +80,13 @@ class Distill:
         """The steps that become candidates: the last one always, the others only where a guard chooses."""
         early = [c for c in self.candidates if c < self.steps] if self.guard != "none" else []
         return (*sorted(set(early)), self.steps)
+
+    def judged(self) -> tuple[int, ...]:
+        """What a guard chooses among, by steps: the plain average, then the snapshots. Where these have statistics of
+        the public images, a student of no steps is one of them: it has such statistics and the average's weights, so
+        that no other wins by its statistics alone."""
+        still = (0,) if self.keep_stats == "student" and self.student_norm == "batch" else ()
+        return (0, *still, *self.snapshots())
 
 
 def kl(teacher: Tensor, student: Tensor, temperature: float, multilabel: bool) -> Tensor:
@@ -101,7 +109,7 @@ def chunks_of(images: int, options: Distill, seed: int) -> list[Tensor]:
 
 
 TOGETHER = 1 << 27  # pixels × teachers in one pass, where several chunks can be
-STATISTICS = 50  # batches after which running statistics have forgotten nearly all that was before
+STATISTICS = 30  # batches after which running statistics have forgotten nearly all that was before
 
 
 @torch.no_grad()
@@ -250,15 +258,12 @@ def distill(
     multilabel: bool,
     key: int,
     lanes_at_once: int = 0,
-    average: bool = False,
 ) -> tuple[State, Tensor]:
-    """Adam on the student (one lane) -> the candidates of `options.snapshots()` as lanes, and the KL trace `[steps]`.
-    Nothing is read, so that a GPU need not be waited for yet.
+    """Adam on the student (one lane) -> as lanes the candidates of `options.judged()`, without a guard that of the last
+    step alone; and the KL trace `[steps]`. Nothing is read, so that a GPU need not be waited for yet.
 
     `images` are the chunks, prepared: step r uses chunk r mod n. Dropout is on in the student, as in any
     other training; `key` is its random key. A candidate that is not finite is all NaN.
-    average: one more lane in front, the student as it was given, as a guard is to see it beside the others. Where they
-    keep running statistics of the public images it gets such, too: weights are to be judged, not statistics.
     """
     targets = teacher_logits(model, teachers, images, options.teacher_norm, lanes_at_once)
     like = next(iter(student.params.values()))
@@ -276,12 +281,11 @@ def distill(
         return loop(model, states, batches, loss, [steps], update, how, ("distill", options))
 
     states, done, traces = begun(0), 0, list[Tensor]()
-    kept, finite = list[State](), [torch.ones(1, dtype=torch.bool, device=model.device)]
-    if average:
-        own = options.keep_stats == "average" or options.student_norm == "frozen"
-        steps = min(options.snapshots()[0], STATISTICS)
-        kept = [student if own else State(student.params, trained(begun(options.steps), 0, steps).state.buffers)]
-        finite *= 2
+    kept = [student] * (len(options.judged()) - len(options.snapshots())) if options.guard != "none" else []
+    if len(kept) > 1 and student.buffers:
+        still = trained(begun(options.steps), 0, min(options.steps, STATISTICS)).state
+        kept[1] = State(student.params, still.buffers)
+    finite = [torch.ones(1, dtype=torch.bool, device=model.device)] * (1 + len(kept))  # the first is nobody's
     for step in options.snapshots():
         found = trained(states, done, step - done)
         states, done = found.states, step
@@ -317,19 +321,18 @@ class Server:
         if not self.images:
             raise ValueError("distillation needs public images: set distill.data, or distill.steps=0")
         key = key_of(self.seed, self.round, "distill")
-        guarded, limit = o.guard != "none", self.lanes_at_once
-        found, trace = distill(self.model, student, teachers, self.images, o, self.multilabel, key, limit, guarded)
+        found, trace = distill(self.model, student, teachers, self.images, o, self.multilabel, key, self.lanes_at_once)
         good = torch.stack([t.isfinite().all(1) for t in flattened(found).flat or ()]).all(0)
-        losses = self.score(found) if guarded else None
+        losses = self.score(found) if o.guard != "none" else None
         finite = good.cpu()  # here a GPU is waited for: all its work of this round was given to it
         self.log = {"kl_first": float(trace[0]), "kl_last": float(trace[-1])}
         if losses is None:
             self.log["diverged"] = not bool(finite[-1])
             return found if finite[-1] else student
-        steps, judges = [0, *o.snapshots()], ~losses[0].isnan()  # a judge without data has no opinion on anything
+        steps, judges = list(o.judged()), ~losses[0].isnan()  # a judge without data has no opinion on anything
         judged = losses[:, judges].mean(1) if judges.any() else torch.zeros(len(steps))
         judged[1:][~finite[1:]] = torch.inf
         best = int(judged.nan_to_num(nan=torch.inf).argmin())  # the first of equals: the plain average
         known = [x if judges.any() and math.isfinite(x) else None for x in judged.tolist()]
         self.log |= {"guard_steps": steps, "guard_losses": known, "guard_chose": steps[best]}
-        return found.map(lambda t: t[best : best + 1].clone()) if best else student.map(Tensor.clone)
+        return found.map(lambda t: t[best : best + 1].clone())

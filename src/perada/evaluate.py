@@ -15,9 +15,8 @@ from .data.images import Pixels
 from .lanes import LaneModel, State
 
 CHUNK = {"cpu": 4096, "cuda": 32768}  # images × lanes in one forward pass; fewer where images are larger than 32×32
-WHOLE = {
-    "cuda": 512
-}  # a pass has a multiple of so many: where every number is new, libraries choose kernels every time
+# A pass has a multiple of so many images, or a power of two: for a number it never saw a library chooses kernels anew.
+WHOLE = {"cuda": 512}
 
 
 def _chunk(lanes: int, images: Tensor, device: torch.device) -> int:
@@ -32,9 +31,10 @@ def logits_of(model: LaneModel, lanes: State, federation: Federation, images: Te
     if len(images) == 0:
         return torch.zeros(lanes.lanes, 0, len(federation.classes), device=model.device)
     dtype, lanes = next(iter(lanes.tensors())).dtype, model.rounded(lanes)
-    out = []
-    for part in torch.split(images, _chunk(lanes.lanes, images, model.device)):
-        more = -len(part) % WHOLE.get(model.device.type, 1)
+    size, out = _chunk(lanes.lanes, images, model.device), []
+    whole = min(WHOLE.get(model.device.type, 1), 1 << size.bit_length() - 1)
+    for part in torch.split(images, size - size % whole):
+        more = -len(part) % min(whole, 1 << (len(part) - 1).bit_length())
         filled = torch.cat([part, part[:1].expand(more, -1, -1, -1)]) if more else part
         logits = model.on_all(lanes, model.stem(federation.prepare(filled.to(model.device), dtype)))
         out.append(logits[:, : len(part)])

@@ -290,9 +290,8 @@ def _score(work: Work, about: About, content: RecordDict) -> RecordDict:
     """The guard's candidates on this site's validation data: a loss each; NaN where it has none."""
     if not isinstance(work.method, Judge):
         raise Refused(f"{work.config.method_name} has no guard")
-    steps = len(work.config.distill.snapshots()) + 1
-    like = work.method.init(work.model)[1]
-    candidates = unpack(content, like, steps, finite=False)  # a student may have diverged: its loss will say so
+    like, judged = work.method.init(work.model)[1], len(work.config.distill.judged())
+    candidates = unpack(content, like, judged, finite=False)  # a student may have diverged: its loss will say so
     losses = work.method.client_score(work.trainer(about.round), candidates)[:, 0]
     losses = losses.nan_to_num(nan=math.nan, posinf=torch.finfo(losses.dtype).max)  # the server believes no infinity
     return answer(Reply(about, work.settings.name), None, {"losses": losses.tolist()})

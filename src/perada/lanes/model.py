@@ -156,8 +156,8 @@ class LaneModel:
         if dropout is not None:
             tensors.update(dict.fromkeys(self._dropouts, dropout))
         kernels = None if torch.is_grad_enabled() else fast_kernels(images.device)
-        # without statistics of the images a kernel depends on their number as Triton does: is it a multiple of 16
-        number = images.shape[0] % 16 == 0 if norm == "running" else images.shape[0]
+        # without statistics of the images kernels differ by what Triton asks of a number: is it a multiple of 16
+        number = images.shape[0] // state.lanes % 16 == 0 if norm == "running" else images.shape[0]
         call = (norm, state.lanes, number, images.shape[1:])
         if kernels is not None and norm != "train" and call not in self._compiled:
             self._compiled.add(call)

@@ -164,7 +164,8 @@ def scatter(state: State, lanes: Sequence[int] | Tensor, part: State) -> State:
 def _index(state: State, lanes: Sequence[int] | Tensor) -> Tensor:
     """Once for all tensors."""
     index = torch.as_tensor(lanes, dtype=torch.long)
-    return sent(index, next(iter(state.tensors())).device) if state.lanes and index.device.type == "cpu" else index
+    device = next((t.device for t in state.tensors()), index.device)
+    return sent(index, device) if index.device.type == "cpu" else index.to(device)
 
 
 def merge(*states: State) -> State:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config, resolve
+from ..distill import STATISTICS
 from .plans import Experiment, experiments
 from .running import State, state_of
 
@@ -79,7 +80,8 @@ def expected(experiment: Experiment, config: Config) -> float:
     found = rounds * by_method.get(config.method_name, by_method[""])
     if config.make_method().parts.distils and config.distill.steps:
         first, step = experiment.distilling
-        found += min(config.distill.rounds or rounds, rounds) * (first + step * config.distill.steps)
+        still = STATISTICS if config.distill.guard != "none" and config.distill.judged().count(0) > 1 else 0
+        found += min(config.distill.rounds or rounds, rounds) * (first + step * (config.distill.steps + still))
     if config.model.weights == "fedavg":
         found += config.model.pretrain_rounds * by_method[""]
     return found + (SHIFTED if config.run.shifts else 0.0)

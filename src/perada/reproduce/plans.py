@@ -119,9 +119,9 @@ def main_trials(preset: str, seeds: Sequence[int]) -> tuple[Trial, ...]:
 
 # Where the study begins: teachers normalised by the public data, a guard at the clients, and 150 steps: the paper's 500
 # cost more than all training of a round, so they are a run of their own. So is the paper's rate, 1e-3: the adapters'
-# weights begin at 1e-4, and 20 steps of Adam at that rate make them ten times as large, for which the averaged
-# statistics are nonsense (all 200 rounds of a run were refused). Written out, so that settling a preset by the study
-# does not change what the study was.
+# weights begin at 1e-4, and Adam at that rate makes them so much larger that the averaged statistics are nonsense for
+# them (`benchmarks/distilled.py`; all 200 rounds of a run were refused). Written out, so that settling a preset by the
+# study does not change what the study was.
 BEGINNING: Settings = {
     "distill.steps": 150,
     "distill.lr": 1e-4,

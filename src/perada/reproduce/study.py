@@ -12,7 +12,7 @@ The rule, written down before any of it was run:
 3. `local` (tuning of a method): the greatest Local, the first of equals. The paper's own rule.
 4. `study` (which distillation): among those whose Local is at most 0.3 points below that of the run without
    distillation, the greatest server score; the first of equals, where the winner of the stage before comes first. If
-   nobody qualifies, that one stays (in the first stage: the preset's own).
+   nobody qualifies, that one stays (in the first stage: the one the study begins with).
 5. `guard=server` is shown and not elected. It chose among its candidates by the very labels that score it here, and
    it needs labelled data at the server, which the paper's setting does not have. `guard=clients` asks the clients'
    validation data in training, so its Local is a little flattered; its server score is not.

@@ -36,7 +36,8 @@ def start(capability: tuple[int, int]) -> None:
     if _started or _stamp(capability).exists():
         return
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for _ in range(max(1, min(MOST, (os.cpu_count() or 1) - 2))):  # the data are read meanwhile
+    cores = os.cpu_count() or 1
+    for _ in range(max(min(8, cores), min(MOST, cores - 2))):  # of many cores two are for what goes on here
         one = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
