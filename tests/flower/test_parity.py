@@ -66,6 +66,18 @@ def test_everybody_taking_part_weighted_by_samples(tmp_path: Path) -> None:
     assert sorted(set(said)) == sorted(float(len(c.train)) for c in sim.federation.clients)
 
 
+def test_sites_judge_a_student_of_no_steps_too(tmp_path: Path) -> None:
+    """With statistics of public images there is one candidate more than snapshots and the plain average."""
+    world = make_world(tmp_path, method__name="perada", distill__keep_stats="student", train__rounds=2)
+    sim = simulated(world)
+    path, _ = run(world)
+    assert_same(world, path, sim)
+    row = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()][-1]
+    assert row["distill"] == sim.now.last["distill"]
+    assert row["distill"]["guard_steps"][:2] == [0, 0]
+    assert all(x is not None for x in row["distill"]["guard_losses"])
+
+
 def test_a_site_alone_holds_out_what_it_would_in_a_simulation(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     run(world)
