@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from rich.table import Table
 from perada.config import parse_setting, resolve
 from perada.data.federation import Indices
 from perada.distill import Distill, distill
+from perada.errors import InputError
 from perada.evaluate import logits_on
 from perada.lanes import State, gather, mean
 from perada.simulate import Simulation, prepare
@@ -99,4 +101,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:
+        sys.exit(f"error: {error}")
