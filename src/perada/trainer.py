@@ -67,9 +67,7 @@ class Trainer:
     seed: int
     options: Train
     lanes_at_once: int = 0  # how many lanes there is room for; 0: all
-    _done: list[Result] = field(
-        default_factory=list, init=False, repr=False
-    )  # what was trained: read when it is asked for, not before
+    _done: list[Result] = field(default_factory=list, init=False, repr=False)  # read when it is asked for, not before
 
     @property
     def losses(self) -> list[float]:
