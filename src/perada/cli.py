@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -334,7 +335,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error.format_message() if hasattr(error, "format_message") else error, file=sys.stderr)
             return 2
         text = error.format_message() if hasattr(error, "format_message") else str(error)
-        return _complain(text.replace("\n", " "), 2)
+        parts = re.split(r"\s+(?=Did you mean)", text)  # typer has a hint, and so has click: once is enough
+        return _complain(" ".join(dict.fromkeys(parts)), 2)
     except InputError as error:
         return _complain(str(error), 2)
     except RunError as error:

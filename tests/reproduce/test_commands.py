@@ -73,7 +73,7 @@ def test_the_list_tells_what_is_left_and_by_which_numbers(tmp_path: Path, capsys
         (["main", "--statistics", "s.safetensors"], "give those with --weights"),
         (["main", "--weights", "w.safetensors", "--statistics", "s.safetensors"], "no such file: w.safetensors"),
         (["main", "--device", "cpu", "--data", "nowhere"], "nowhere"),
-        (["mian"], "No such command 'mian'"),
+        (["mian"], "No such command 'mian'. Did you mean 'main'?\n"),
         (["document", "--results", "nowhere"], "no such folder: nowhere"),
     ],
 )
