@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from perada.lanes.schedule import Span, schedule, waste
+from perada.lanes.schedule import Span, cheapest, price, schedule, waste
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 
@@ -74,3 +74,26 @@ def test_widths_that_are_not_recorded_are_rounded_up() -> None:
     spans = schedule([3] * 5 + [1] * 2, 7, (4, 6))
     assert [(s.width, s.steps) for s in spans] == [(7, 1), (6, 2), (0, 0)]
     assert waste([3] * 5 + [1] * 2, spans) == (17, 2)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_cheapest_schedule_is_one_and_no_dearer_than_all_slots(seed: int) -> None:
+    draw = random.Random(seed)
+    steps = [draw.randint(1, 50) for _ in range(draw.randint(1, 40))]
+    slots = draw.randint(1, 20)
+    spans = cheapest(steps, slots, WIDTHS)
+    assert played(steps, slots, spans) == dict(enumerate(steps))
+    assert price(spans) <= price(schedule(steps, slots, WIDTHS))
+
+
+def test_short_lanes_wait_for_each_other_where_the_longest_lane_is_waited_for_anyway() -> None:
+    """One lane of 12 steps and six of 4: in three slots these take turns beside the long one, nothing stands empty, and
+    no step is wider than 3; with a slot each there are 4 steps of 7 lanes and 8 of 1, which are 36 lane-steps, too."""
+    steps = [12, *[4] * 6]
+    spans = cheapest(steps, 7, (1, 2, 3, 4, 6))
+    assert [(s.width, s.steps) for s in spans] == [(3, 4)] * 3 + [(0, 0)]
+    assert waste(steps, spans) == (36, 0)
+
+
+def test_equal_lanes_have_a_slot_each() -> None:
+    assert [(s.width, s.steps) for s in cheapest([5] * 6, 6, WIDTHS)] == [(6, 5), (0, 0)]

@@ -57,15 +57,17 @@ def test_the_others_are_the_other_sixteen_each_with_a_grid() -> None:
     assert all(names[names.index(n) + 1] in REGISTRY for n in last), "each is tested when it is tuned: no slice is lost"
 
 
-def test_a_session_on_the_main_table_ends_with_complete_seeds() -> None:
-    """What distillation is judged by stands first; full models, which are not to be carried, two at most together."""
+def test_the_main_table_trains_all_seeds_of_what_shares_its_steps_together() -> None:
+    """What distillation is judged by stands first, and a seed's runs stand together: six at once are two seeds."""
     main = experiments()["main"]
-    assert main.groups[:3] == ["adapters-0", "adapters-1", "adapters-2"]
+    assert main.groups == ["adapters", "ditto", "full"]
     for group in main.groups:
-        names = {t.name.rpartition("-")[0] for t in main.trials if t.group == group}
-        assert len(names) <= 3
-        assert all(n.startswith("perada") for n in names) == group.startswith("adapters")
-        assert len({t.settings["run.seed"] for t in main.trials if t.group == group}) == 1
+        several = [t for t in main.trials if t.group == group]
+        names = {t.name.rpartition("-")[0] for t in several}
+        assert all(n.startswith("perada") for n in names) == (group == "adapters")
+        assert {t.name for t in several} == {f"{n}-{seed}" for n in names for seed in (0, 1, 2)}
+        seeds = [t.settings["run.seed"] for t in several]
+        assert seeds == sorted(seeds)
 
 
 def test_a_preset_that_is_settled_without_a_guard_has_no_second_row_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

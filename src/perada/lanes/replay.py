@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .fast import fast_kernels
 from .model import LaneModel
-from .schedule import schedule, waste
+from .schedule import cheapest, waste
 from .state import State, flattened, sent
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Replay:
         done = Run.of(kept, torch.arange(len(steps)), torch.tensor(steps), max(steps), run.trace.dtype, device)
         run.counts.zero_()
         run.at.zero_()
-        spans = schedule(steps, slots, WIDTHS if self.options.widths is None else self.options.widths)
+        spans = cheapest(steps, slots, WIDTHS if self.options.widths is None else self.options.widths)
         self.model.lane_steps = [a + b for a, b in zip(self.model.lane_steps, waste(steps, spans), strict=True)]
         for span in spans:
             if span.stored:

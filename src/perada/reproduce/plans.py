@@ -99,21 +99,21 @@ SMALL_SECONDS = {"perada": 0.4, "perada-no-kd": 0.4, "ditto": 1.2, "": 0.7}
 def main_trials(preset: str, seeds: Sequence[int]) -> tuple[Trial, ...]:
     """The five methods and PerAda without its guard, where the preset has one.
 
-    A session on a borrowed GPU should end with complete runs: so few are trained together, a seed's adapters first,
-    which are what distillation is judged by, and of the full models (20 of them are nearly a gigabyte: nothing to carry
-    about) Ditto with its two a client alone.
+    All seeds of what shares its steps are trained together, since the more lanes there are the less each costs: the
+    adapters first, which are what distillation is judged by, then Ditto with its two full models a client, then the
+    others. A session on a borrowed GPU should end with complete runs: where its time is too short for a group, --only
+    names some of it.
     """
     variants = {m: {"method.name": m} for m in MAIN} | {"perada-guard-none": GUARDLESS}
-    groups = {"adapters": ("perada", "perada-no-kd", "perada-guard-none"), "full": ("fedavg-ft", "standalone")}
-    groups["ditto"] = ("ditto",)
+    groups = {"adapters": ("perada", "perada-no-kd", "perada-guard-none")}
+    groups |= {"ditto": ("ditto",), "full": ("fedavg-ft", "standalone")}
     if resolve(preset, {}).distill.guard == "none":
         groups["adapters"] = groups["adapters"][:2]
-    order = [("adapters", seed) for seed in seeds]
-    order += [(group, seed) for seed in seeds for group in ("full", "ditto")]
     return tuple(
-        Trial(f"{name}-{seed}", f"{group}-{seed}", {**variants[name], "run.seed": seed})
-        for group, seed in order
-        for name in groups[group]
+        Trial(f"{name}-{seed}", group, {**variants[name], "run.seed": seed})
+        for group, names in groups.items()
+        for seed in seeds
+        for name in names
     )
 
 
