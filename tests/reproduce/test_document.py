@@ -63,7 +63,7 @@ def fill(root: Path, name: str, **values: Any) -> None:
             if trial.tested:
                 last |= {"local_test": split, "global_test": {**split, "mean": base / 2}, "shifted": split}
                 last |= {"global_model": {"global_test": base + 1}}
-            row = {"round": 1, **{k: {"mean": base, "std": 1.0} for k in ("local_test", "global_test")}}
+            row = {"round": 1, "local_test": {"mean": base, "std": 1.0}, "global_test": {"mean": base / 2, "std": 1.0}}
             made = result(name, run, config.method_name, config.run.seed, last, digest=results.digest(config))
             made |= {"rows": [row, {**row, "round": 2}], "settings": state.settings[run]}
             made |= {"validation": {"local_val": 60.0, "server_val": 40.0 + i}}
@@ -86,7 +86,7 @@ def test_with_nothing_run_it_says_so(tmp_path: Path) -> None:
 
 def test_the_main_table_has_both_numbers_and_the_difference_with_its_interval(tmp_path: Path) -> None:
     """PerAda 4 points above, on Local 4, on Global 2, with every seed: an interval of no width."""
-    fill(tmp_path, "main", perada=54.0, perada_no_kd=50.0)
+    fill(tmp_path, "main", perada=54.0, perada_no_kd=50.0, fedavg_ft=49.0, standalone=48.0, ditto=47.0)
     text = section(document(tmp_path)[""], "main")
     row = next(line for line in text.splitlines() if line.startswith("| perada |"))
     cells = [c.strip() for c in row.strip("|").split("|")]
@@ -94,7 +94,8 @@ def test_the_main_table_has_both_numbers_and_the_difference_with_its_interval(tm
     assert cells[-1] == "30 of 600 (5%)"
     lines = [line for line in text.splitlines() if line.startswith(("| perada −", "| the paper's"))]
     assert "| perada − perada-no-kd | +4.00 [+4.00, +4.00] | +2.00 [+2.00, +2.00] |" in lines[0]
-    assert "| the paper's | +0.55 | +5.24 | +4.08 | +2.55 |" in lines[1]
+    assert "| perada − perada-no-kd, second half | +4.00 [+4.00, +4.00] | +2.00 [+2.00, +2.00] | – |" in lines[1]
+    assert "| the paper's | +0.55 | +5.24 | +4.08 | +2.55 |" in lines[2]
     assert "Global above zero with its whole interval: **yes**; Local not below −0.3: **yes**" in text
     many = len(experiments()["main"].trials)
     assert f"{many} of {many} runs, {many}.0 minutes in all, 2026-11-15, none, torch 0." in text

@@ -61,3 +61,13 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert found["last"]["local_test"]["mean"] is None, "JSON has no NaN"
     assert results.value(found, "Local") is None
     assert {**found, "last": {}} == {**one, "last": {}}
+
+
+def test_the_second_half_is_the_mean_of_its_evaluations() -> None:
+    """Of 40 rounds those of 20, 30 and 40 count; a number that one of them has not is none of the mean's."""
+    none = {"global_test": None}
+    rows = [{"round": n, "local_test": {"mean": float(n)}, "global_model": none} for n in (10, 20, 30, 40)]
+    held = result("main", "ditto-0", "ditto", 0, {}, rows=rows, rounds=40)
+    assert results.later(held, "local_test") == 30.0
+    assert results.later(held, "global_model", "global_test") is None
+    assert results.later(held, "shifted") is None

@@ -105,7 +105,7 @@ def main_trials(preset: str, seeds: Sequence[int]) -> tuple[Trial, ...]:
     names some of it.
     """
     variants = {m: {"method.name": m} for m in MAIN} | {"perada-guard-none": GUARDLESS}
-    groups = {"adapters": ("perada", "perada-no-kd", "perada-guard-none")}
+    groups: dict[str, tuple[str, ...]] = {"adapters": ("perada", "perada-no-kd", "perada-guard-none")}
     groups |= {"ditto": ("ditto",), "full": ("fedavg-ft", "standalone")}
     if resolve(preset, {}).distill.guard == "none":
         groups["adapters"] = groups["adapters"][:2]

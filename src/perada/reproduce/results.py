@@ -158,6 +158,12 @@ def value(result: Result, metric: str) -> float | None:
     return None if found is None else float(found)
 
 
+def later(result: Result, section: str, key: str = "mean") -> float | None:
+    """The mean over the evaluations of the second half of a run's rounds: one of them alone is noisy."""
+    found = [row[section][key] for row in result["rows"] if 2 * row["round"] >= result["rounds"] and row.get(section)]
+    return sum(found) / len(found) if found and None not in found else None
+
+
 @dataclass(frozen=True)
 class Interval:
     """A mean over seeds and where it lies with 95% confidence (Student's t); None with fewer than two seeds."""
