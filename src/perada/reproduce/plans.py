@@ -197,7 +197,7 @@ def points(preset: str, method: str, rates: Sequence[float]) -> list[Settings]:
     keys: dict[str, Sequence[Any]] = {"train.lr": rates}
     keys |= {f"method.{k}": values for k, values in grids(method).items()}
     if REGISTRY[method]().parts.distils:
-        keys["distill.lr"] = (1e-4,)
+        keys["distill.lr"] = (1e-3, 1e-4)
     own = resolve(preset, {"method.name": method}).flat()
     changed = [{key: value} for key, values in keys.items() for value in values if value != own[key]]
     return [{"method.name": method, **settings} for settings in ({}, *changed)]
