@@ -64,6 +64,7 @@ def fill(root: Path, name: str, **values: Any) -> None:
                 last |= {"local_test": split, "global_test": {**split, "mean": base / 2}, "shifted": split}
                 last |= {"global_model": {"global_test": base + 1}}
             row = {"round": 1, "local_test": {"mean": base, "std": 1.0}, "global_test": {"mean": base / 2, "std": 1.0}}
+            row["server_val"] = {"mean": 40.0 + i, "std": 1.0}
             made = result(name, run, config.method_name, config.run.seed, last, digest=results.digest(config))
             made |= {"rows": [row, {**row, "round": 2}], "settings": state.settings[run]}
             made |= {"validation": {"local_val": 60.0, "server_val": 40.0 + i}}
@@ -121,7 +122,14 @@ def test_every_section_and_figure_of_a_complete_set(tmp_path: Path) -> None:
     text = made.pop("")
     assert section(text, "Reading").strip() == "A person's words."
     assert set(re.findall(r"\(results/([\w-]+\.svg)\)", text)) == set(made)
-    assert {"main-global_test.svg", "ablations-steps.svg", "ablations-lam.svg", "pacs-local_test.svg"} <= set(made)
+    assert {
+        "distill-study-norms.svg",
+        "distill-study-hold.svg",
+        "main-global_test.svg",
+        "ablations-steps.svg",
+        "ablations-lam.svg",
+        "pacs-local_test.svg",
+    } <= set(made)
     for name, drawing in made.items():
         root = ElementTree.fromstring(drawing)
         assert root.tag == "{http://www.w3.org/2000/svg}svg", name

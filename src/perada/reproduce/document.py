@@ -260,6 +260,13 @@ def _study(state: State, figures: dict[str, str]) -> list[str]:
     ]
     numbers = ["Local", "server", "Local, 2nd half", "server, 2nd half"]
     lines += pipes(["run", "stage", "settings", *numbers, "guard accepted", "won"], rows)
+    for choice in experiment.choices:
+        group = [t.name for t in experiment.trials if t.group == choice.name]
+        drawn = [n for n in dict.fromkeys([choice.reference, won.get(choice.before) or "", *group]) if n in found]
+        file, title = f"{experiment.name}-{choice.name}.svg", f"Stage {choice.name}: server over rounds"
+        figures[file] = drawings.convergence({n: [found[n]] for n in drawn}, "server_val", title)
+        lines += [f"![{title}](results/{file})"]
+    lines.append("")
     chosen = settled(experiment, seen)
     if chosen is None:
         return [*lines, "Not settled yet: a stage is not complete.", ""]
