@@ -85,21 +85,20 @@ def test_the_whole_fast_path_in_triton_s_interpreter(method: str, monkeypatch: p
         assert_close_norm(tensor, wanted[name], 1e-9, what=name)
 
 
-class Poisoned:
-    """A problem's batches in the form that can be recorded; the second lane's are none at its third step."""
+class Recordable:
+    """A problem's batches in the form that can be recorded."""
 
     def __init__(self, given: Problem) -> None:
         self.given, self.capacity = given, given.images.shape[1]
         self.images = given.images.clone()
-        self.images[1, 2, 0] = torch.nan
         self.keys = torch.tensor([key_of(0, "client", k) for k in range(K)])
 
     def shape(self) -> str:
         return "always the same"
 
-    def copy_(self, other: Poisoned) -> None: ...
+    def copy_(self, other: Recordable) -> None: ...
 
-    def twin(self) -> Poisoned:
+    def twin(self) -> Recordable:
         return self
 
     def __call__(self, step: int | torch.Tensor, lanes: torch.Tensor) -> Batch:
@@ -120,9 +119,11 @@ def test_lanes_that_fail_in_the_fast_path(pulled: bool, monkeypatch: pytest.Monk
     given = problem("resnet8", "adapter", "residual", 0.3, torch.float32)
     centre = mean(given.start).map(lambda t: torch.full_like(t, torch.nan)) if pulled else mean(given.start)
     pull = Pull(centre, [0.5] * K if pulled else [0.0, 0.0, 0.5, 0.5])
+    given.images[1, 2, 0] = torch.nan
 
     def run() -> Result:
-        return sgd(given.model, given.start, Poisoned(given), cross_entropy, [3e38, 0.1, 0.05, 0.1], [2, 4, 1, 3], pull)
+        batches, rates = Recordable(given), [3e38, 0.1, 0.05, 0.1]
+        return sgd(given.model, given.start, batches, cross_entropy, rates, [2, 4, 1, 3], pull)
 
     wanted = run()
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
@@ -133,6 +134,23 @@ def test_lanes_that_fail_in_the_fast_path(pulled: bool, monkeypatch: pytest.Monk
     assert all(t.isfinite().all() for t in found.state.params.values())
     for name, tensor in found.state.params.items():
         assert_close_norm(tensor, wanted.state.params[name], 1e-5, what=name)
+
+
+def test_lanes_in_fewer_slots_than_there_are_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four lanes in two slots of four: 8 steps of 2, no slot ever empty; four slots would have had one empty."""
+    given, steps = problem("resnet8", "adapter", "residual", 0.3), [3, 8, 2, 3]
+
+    def run() -> Result:
+        return sgd(given.model, given.start, Recordable(given), cross_entropy, [0.1, 0.05, 0.1, 0.02], steps)
+
+    wanted = run()
+    monkeypatch.setattr(replay, "DEVICES", ("cpu",))
+    found = run()
+    assert [len(r.run.finite) for r in given.model.__dict__["replays"].values()] == [4]
+    assert given.model.lane_steps == [16, 0]
+    for name, tensor in {**found.state.params, **found.state.buffers}.items():
+        assert_close_norm(tensor, {**wanted.state.params, **wanted.state.buffers}[name], 1e-12, what=name)
+    assert_close_norm(found.trace.nan_to_num(), wanted.trace.nan_to_num(), 1e-12, what="losses")
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])

@@ -79,20 +79,32 @@ def test_widths_that_are_not_recorded_are_rounded_up() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_the_cheapest_schedule_is_one_and_no_dearer_than_all_slots(seed: int) -> None:
     draw = random.Random(seed)
-    steps = [draw.randint(1, 50) for _ in range(draw.randint(1, 40))]
+    steps = [draw.choice([0, 1, draw.randint(1, 50)]) for _ in range(draw.randint(1, 40))]
     slots = draw.randint(1, 20)
-    spans = cheapest(steps, slots, WIDTHS)
-    assert played(steps, slots, spans) == dict(enumerate(steps))
-    assert price(spans) <= price(schedule(steps, slots, WIDTHS))
+    for widths in (WIDTHS, (), (7, 3, 3)):
+        spans = cheapest(steps, slots, widths)
+        assert played(steps, slots, spans) == {k: n for k, n in enumerate(steps) if n}
+        assert price(spans) <= price(schedule(steps, slots, widths))
+    assert cheapest(steps, slots, ()) == schedule(steps, slots, ())
+
+
+def test_mostly_fewer_slots_are_cheaper_for_lanes_as_clients_have_them() -> None:
+    """Eight clients of very different size, a personal and a local lane each, in as many slots."""
+    draw, fewer = random.Random(0), 0
+    for _ in range(50):
+        steps = [draw.randint(10, 700) for _ in range(8)] * 2
+        fewer += price(cheapest(steps, 16, WIDTHS)) < price(schedule(steps, 16, WIDTHS))
+    assert fewer > 25
 
 
 def test_short_lanes_wait_for_each_other_where_the_longest_lane_is_waited_for_anyway() -> None:
-    """One lane of 12 steps and six of 4: in three slots these take turns beside the long one, nothing stands empty, and
-    no step is wider than 3; with a slot each there are 4 steps of 7 lanes and 8 of 1, which are 36 lane-steps, too."""
+    """One lane of 12 steps and six of 4: in three slots these take turns beside the long one, and no slot stands empty;
+    in eight there are 4 steps that one of is empty in, and 8 of one lane."""
     steps = [12, *[4] * 6]
-    spans = cheapest(steps, 7, (1, 2, 3, 4, 6))
+    spans = cheapest(steps, 8, (1, 3, 8))
     assert [(s.width, s.steps) for s in spans] == [(3, 4)] * 3 + [(0, 0)]
     assert waste(steps, spans) == (36, 0)
+    assert waste(steps, schedule(steps, 8, (1, 3, 8))) == (36, 4)
 
 
 def test_equal_lanes_have_a_slot_each() -> None:
