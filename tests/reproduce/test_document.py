@@ -64,7 +64,7 @@ def fill(root: Path, name: str, **values: Any) -> None:
                 last |= {"local_test": split, "global_test": {**split, "mean": base / 2}, "shifted": split}
                 last |= {"global_model": {"global_test": base + 1}}
             row = {"round": 1, "local_test": {"mean": base, "std": 1.0}, "global_test": {"mean": base / 2, "std": 1.0}}
-            row["server_val"] = {"mean": 40.0 + i, "std": 1.0}
+            row |= {"server_val": {"mean": 40.0 + i, "std": 1.0}, "local_val": {"mean": 60.0, "std": 1.0}}
             made = result(name, run, config.method_name, config.run.seed, last, digest=results.digest(config))
             made |= {"rows": [row, {**row, "round": 2}], "settings": state.settings[run]}
             made |= {"validation": {"local_val": 60.0, "server_val": 40.0 + i}}
@@ -123,8 +123,8 @@ def test_every_section_and_figure_of_a_complete_set(tmp_path: Path) -> None:
     assert section(text, "Reading").strip() == "A person's words."
     assert set(re.findall(r"\(results/([\w-]+\.svg)\)", text)) == set(made)
     assert {
-        "distill-study-norms.svg",
-        "distill-study-hold.svg",
+        "distill-study-norms-server_val.svg",
+        "distill-study-hold-local_val.svg",
         "main-global_test.svg",
         "ablations-steps.svg",
         "ablations-lam.svg",
@@ -141,6 +141,18 @@ def test_every_section_and_figure_of_a_complete_set(tmp_path: Path) -> None:
     assert section(text, "others").count("\n| fed") >= 10
     left = section(text, "What is missing")
     assert not any(f"**{name}**" in left for name in REPORTED)
+
+
+def test_a_run_that_stayed_because_nobody_qualified_is_no_winner(tmp_path: Path) -> None:
+    """Without distillation Local is far above everybody's: nothing is elected, and the table says so."""
+    fill(tmp_path, "distill-study")
+    held = results.read(tmp_path, "distill-study")["no-kd"]
+    results.write(tmp_path, {**held, "validation": {"local_val": 90.0, "server_val": 40.0}})
+    fill(tmp_path, "distill-study")
+    study = section(document(tmp_path)[""], "distill-study")
+    rows = [line for line in study.splitlines() if "(stayed)" in line]
+    assert [row.split(" | ")[0] for row in rows] == ["| default"]
+    assert rows[0].endswith("| norms (stayed), guard (stayed), rate (stayed), hold (stayed) |")
 
 
 def test_a_result_of_other_settings_is_not_shown_and_named_as_such(tmp_path: Path) -> None:

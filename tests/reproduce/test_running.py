@@ -164,6 +164,14 @@ def test_a_run_that_is_stopped_stops_no_other(tmp_path: Path) -> None:
     assert reproduce(plan, place(tmp_path)).left == []
 
 
+def test_a_group_of_more_runs_than_are_trained_at_once(tmp_path: Path) -> None:
+    """Two, then the one that is left: by how many a machine's seconds are shared is what was so."""
+    runs = [trial(f"{m}-0", method__name=m) for m in ("perada", "fedavg", "ditto")]
+    state = reproduce(experiment(*runs), place(tmp_path), together=2)
+    assert state.left == []
+    assert [r["together"] for r in state.found.values()] == [2, 2, 1]
+
+
 def test_only_some_runs_or_groups(tmp_path: Path) -> None:
     runs = [trial("perada-0", "adapters", method__name="perada"), trial("fedavg-0", "full", method__name="fedavg")]
     both = experiment(*runs)

@@ -7,13 +7,13 @@ on the machine's own disk, RESULTS is a copy of the repository's `results/`, whi
     perada reproduce list --results RESULTS --out RUNS                    # what is done, begun, left, in minutes
     perada reproduce distill-study --data DATA --weights W --out RUNS --results RESULTS --minutes 9
                                                                           # the same command again until it is done
-    perada reproduce main --data DATA --weights W --out RUNS --results RESULTS --minutes 25 --only adapters
+    perada reproduce main --data DATA --weights W --out RUNS --results RESULTS --minutes 9 --only adapters
 
 1. `distill-study` first, as often as it takes (about 16 minutes). Its last line is the recipe that validation data
    settled: write it into `presets/cifar10.toml` (a test compares) before `main`, `others` and `ablations` are begun:
    they take the preset, and results of another one count for nothing.
-2. `main`, group by group: `adapters`, `ditto`, `full`, each with all its seeds at once. Without `--only` it takes them
-   in that order; `--only ditto-0,ditto-1` names single runs. Of what is complete there is a result; a group that is
+2. `main`, group by group: `adapters`, `ditto`, `full`, six runs at once. Without `--only` it takes them in that order;
+   `--only ditto-0,ditto-1` names single runs. Of what is complete there is a result; a group that is
    stopped goes on with the same command while RUNS is there.
 3. `others`, `ablations`; then `pacs` and `xrays`, with `--statistics S`.
 

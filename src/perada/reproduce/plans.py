@@ -99,10 +99,10 @@ SMALL_SECONDS = {"perada": 0.4, "perada-no-kd": 0.4, "ditto": 1.2, "": 0.7}
 def main_trials(preset: str, seeds: Sequence[int]) -> tuple[Trial, ...]:
     """The five methods and PerAda without its guard, where the preset has one.
 
-    All seeds of what shares its steps are trained together, since the more lanes there are the less each costs: the
-    adapters first, which are what distillation is judged by, then Ditto with its two full models a client, then the
-    others. A session on a borrowed GPU should end with complete runs: where its time is too short for a group, --only
-    names some of it.
+    Seeds of what shares its steps are trained together, on a GPU six runs at once, since the more lanes there are the
+    less each costs: the adapters first, which are what distillation is judged by, then Ditto with its two full models a
+    client, then the others. A session on a borrowed GPU should end with complete runs: where its time is too short for
+    a group, --only names some of it.
     """
     variants = {m: {"method.name": m} for m in MAIN} | {"perada-guard-none": GUARDLESS}
     groups: dict[str, tuple[str, ...]] = {"adapters": ("perada", "perada-no-kd", "perada-guard-none")}

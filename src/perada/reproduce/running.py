@@ -196,7 +196,7 @@ class _Work:
     federation: Federation | None = None
 
     def group(self, names: Sequence[str]) -> None:
-        """Train these, then see what their results made ready."""
+        """Train these, or as many of them as are trained at once; then see what their results made ready."""
         configs = {n: self._config(n) for n in names}
         if self.federation is None:
             methods = {c.method_name: c for c in reversed(configs.values())}  # what is missing is missed now
@@ -204,8 +204,9 @@ class _Work:
         for config in configs.values():
             check(config, self.federation, config.make_method())
         device = self.federation.device
-        many = self.together or (jobs_for(len(names), device) if shares(device) else 1)
+        many = min(self.together or (jobs_for(len(names), device) if shares(device) else 1), len(names))
         if many > 1:
+            names = names[:many]  # the others after them: fewer at once would take longer each, and not say so
             try:
                 share_lanes(names, many, lambda name, pool: self._one(name, configs[name], many, pool), self._done)
             except KeyboardInterrupt as stop:

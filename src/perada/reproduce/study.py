@@ -49,13 +49,15 @@ def elected(choice: Choice, standing: Mapping[str, Validation], reference: Valid
     if choice.rule == "local":
         known = {name: v.local for name, v in standing.items() if v.local is not None}
         return max(known, key=lambda name: known[name]) if known else next(iter(standing))
-    least = None if reference is None or reference.local is None else reference.local - TOLERANCE
-    fit = {
-        name: v.server
-        for name, v in standing.items()
-        if v.server is not None and v.guard != "server" and v.local is not None and (least is None or v.local >= least)
-    }
+    fit = {name: v.server for name, v in standing.items() if v.server is not None and fits(v, reference)}
     return max(fit, key=lambda name: fit[name]) if fit else next(iter(standing))
+
+
+def fits(one: Validation, reference: Validation | None) -> bool:
+    """Whether it may be elected by the rule `study`."""
+    if one.server is None or one.local is None or one.guard == "server":
+        return False
+    return reference is None or reference.local is None or one.local >= reference.local - TOLERANCE
 
 
 def winner(experiment: Experiment, name: str, found: Mapping[str, Validation]) -> str | None:
