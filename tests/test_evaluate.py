@@ -202,7 +202,7 @@ def plain_broadcast(sim: Simulation) -> Tensor:
 
 def test_shifted_scores_are_those_of_plain_modules_on_shifted_images(sim: Simulation) -> None:
     run = perada.Run.__new__(perada.Run)
-    run.__dict__["simulation"], run.config = sim, sim.config
+    run.__dict__.update(simulation=sim, federation=sim.federation, config=sim.config)
     pool = sim.federation.test
     images = torch.from_numpy(corrupt(sim.federation.images[pool].numpy(), "gaussian_blur", 4))
     found = run.evaluate(["gaussian_blur:4"])["gaussian_blur:4"]
@@ -213,7 +213,7 @@ def test_shifted_scores_are_those_of_plain_modules_on_shifted_images(sim: Simula
 
 def test_all_severities_are_their_mean(sim: Simulation) -> None:
     run = perada.Run.__new__(perada.Run)
-    run.__dict__["simulation"], run.config = sim, sim.config
+    run.__dict__.update(simulation=sim, federation=sim.federation, config=sim.config)
     each = run.evaluate([f"contrast:{s}" for s in range(1, 6)])
     every = run.evaluate(["contrast"])["contrast"].per_client
     for name, value in every.items():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from . import __version__
 from .config import Config, resolve
-from .data import Federation, build_federation, data_home, named_sets, place_of, read_image
+from .data import Federation, blank, build_federation, data_home, named_sets, place_of, read_image
 from .errors import InputError, Interrupted, RunError, unknown
 from .evaluate import Scores, all_scores_on, personal_scores, scores_on
 from .lanes import Pool, State
@@ -33,17 +33,22 @@ from .rounds import run as run_rounds
 from .runs import RunFolder, device_of, locked, write_atomic
 from .simulate import DTYPES, Say, Simulation, precision_of, prepare
 
+OWN = {"local": "local_test", "val": "local_val", "global": "global_test"}  # test sets that every run has
+
 
 class Run:
-    """A run folder, opened. Weights and data are read when they are first needed."""
+    """A run folder, opened. Weights and data are read when they are first needed.
 
-    def __init__(self, folder: RunFolder, config: Config) -> None:
-        self.folder, self.config, self.path = folder, config, folder.path
+    `given`: the user says where the data are, so that they are looked at even where they are not needed.
+    """
+
+    def __init__(self, folder: RunFolder, config: Config, given: bool = False) -> None:
+        self.folder, self.config, self.path, self.given = folder, config, folder.path, given
 
     @cached_property
     def simulation(self) -> Simulation:
         """The run at its newest checkpoint."""
-        sim = prepare(self.config, self.folder.backbone, federation=self.federation, to_train=False)
+        sim = prepare(self.config, self.folder.backbone, federation=self.names, to_train=False)
         saved, _ = self.folder.load()
         if saved is None:
             raise InputError(f"{self.path} has no checkpoint yet: train it first")
@@ -67,9 +72,17 @@ class Run:
         self.folder.check_data(_data_facts(found))
         return found
 
+    @cached_property
+    def names(self) -> Federation:
+        """Who the clients are and what they tell apart, without their images where the run has noted it: weights and
+        predictions need no more."""
+        if self.given or "federation" in self.__dict__:
+            return self.federation
+        return blank(self.folder.data_facts(), device_of(self.config.run.device)) or self.federation
+
     @property
     def clients(self) -> tuple[str, ...]:
-        return tuple(c.name for c in self.federation.clients)
+        return tuple(c.name for c in self.names.clients)
 
     def table(self) -> list[dict[str, Any]]:
         """One row a client: its data and its personal model's scores."""
@@ -102,56 +115,53 @@ class Run:
 
     def normalise(self, images: Tensor) -> Tensor:
         """uint8 `[n, C, H, W]` -> what `model()` takes."""
-        return self.federation.prepare(images, DTYPES[self.config.run.precision])
+        return self.names.prepare(images, DTYPES[self.config.run.precision])
 
-    def evaluate(self, on: Sequence[str] = ("local", "global")) -> dict[str, Scores]:
-        """`local`, `val`, `global`, or a name of `data.named_sets`: `fog:3`, `fog`, `shifted`, `cifar10.1`, ..."""
-        sim = self.simulation
-        out: dict[str, Scores] = {}
+    def evaluate(self, on: str | Sequence[str] = ("local", "global")) -> dict[str, Scores]:
+        """`local`, `val`, `global`, or a name of `data.named_sets`: `fog:3`, `fog`, `shifted`, `cifar10.1`, ... As in a
+        run's summary, `shifted` has the severities of `run.severities`."""
+        asked, held, sim = [on] if isinstance(on, str) else list(on), self.federation, self.simulation
         lanes = sim.personal()
-        plain = [s for s in on if s in ("local", "val", "global")]
-        if plain:
-            out |= personal_scores(sim.model, lanes, sim.federation, plain)
-        for name in on:
+        plain = [s for s in asked if s in OWN]
+        out = personal_scores(sim.model, lanes, held, plain) if plain else {}
+        for name in asked:
             if name not in plain:
                 official = name.partition(":")[0]
                 home = place_of(official, self.config.data.root) if official.startswith("cifar10") else None
-                sets = named_sets(sim.federation, name, home or self.config.data.root or data_home())
-                out[name] = scores_on(sim.model, lanes, sim.federation, sets)
-        return out
+                more = {"severities": self.config.run.severities} if name == "shifted" else {}
+                sets = named_sets(held, name, home or self.config.data.root or data_home(), **more)
+                out[name] = scores_on(sim.model, lanes, held, sets)
+        return {key: out[key] for key in (OWN.get(name, name) for name in asked)}
 
-    def predict(self, client: str, images: Sequence[str | Path]) -> list[dict[str, Any]]:
+    def predict(self, client: str, images: str | Path | Sequence[str | Path]) -> list[dict[str, Any]]:
         """Class names with probabilities, most probable first; label probabilities for multi-label data."""
-        size = self.federation.images.shape[-1]
-        pixels = np.stack([read_image(Path(p), size) for p in images])
-        channels = self.federation.images.shape[1]
-        if channels == 1:
+        paths = [images] if isinstance(images, str | Path) else list(images)
+        held = self.names
+        pixels = np.stack([read_image(Path(p), held.images.shape[-1]) for p in paths])
+        if held.images.shape[1] == 1:
             pixels = np.rint(pixels.mean(1, keepdims=True)).astype(np.uint8)
         with torch.no_grad():
             logits = self.model(client)(self.normalise(torch.from_numpy(pixels)))
-        found = logits.sigmoid() if self.federation.multilabel else logits.softmax(-1)
-        names = self.federation.classes
+        found = logits.sigmoid() if held.multilabel else logits.softmax(-1)
         out = []
-        for path, row in zip(images, found.tolist(), strict=True):
-            order = (
-                sorted(range(len(names)), key=lambda i: -row[i])
-                if not self.federation.multilabel
-                else range(len(names))
-            )
-            found_here = {names[i]: row[i] for i in order}
-            about = {"image": str(path), "client": client, "multilabel": self.federation.multilabel}
-            out.append({**about, "probabilities": found_here})
+        for path, row in zip(paths, found.tolist(), strict=True):
+            each = dict(zip(held.classes, row, strict=True))
+            if not held.multilabel:
+                each = dict(sorted(each.items(), key=lambda pair: -pair[1]))
+            about = {"image": str(path), "client": client, "multilabel": held.multilabel}
+            out.append({**about, "probabilities": each})
         return out
 
-    def export(self, client: str, out: Path, merged: bool = False) -> None:
+    def export(self, client: str, out: str | Path, merged: bool = False) -> None:
         """The personal part as safetensors; with `merged` the whole network, ready for `load_state_dict`."""
+        out = Path(out)
         check_out(out)
         if merged:
             held = {k: t.detach().clone() for k, t in self.model(client).state_dict().items()}
         else:
             state = self.state(client)
             held = {n: t[0].clone() for part in (state.params, state.buffers) for n, t in part.items()}
-        write_weights(out, held, self.config, client, self.federation.classes)
+        write_weights(out, held, self.config, client, self.names.classes)
 
 
 def check_out(out: Path) -> None:
@@ -169,11 +179,11 @@ def write_weights(out: Path, held: Mapping[str, Tensor], config: Config, client:
         raise InputError(f"cannot write {out}: {error.strerror}") from error
 
 
-def load(path: str | Path, *, data: str | None = None, device: str = "auto") -> Run:
+def load(path: str | Path, *, data: str | Path | None = None, device: str = "auto") -> Run:
     """Open a run folder, on this machine's device; `data` says where your own images are now, if they moved."""
     folder = RunFolder.open(Path(path))
-    moved = {"run.device": device} | ({"data.root": data} if data is not None else {})
-    return Run(folder, resolve(str(folder.path / "config.toml"), moved))
+    moved = {"run.device": device} | ({"data.root": str(data)} if data is not None else {})
+    return Run(folder, resolve(str(folder.path / "config.toml"), moved), data is not None)
 
 
 def default_source(data: str | None) -> str:
@@ -195,7 +205,7 @@ def train(
     source: str | None = None,
     *,
     method: str | None = None,
-    data: str | None = None,
+    data: str | Path | None = None,
     set: Mapping[str, Any] | None = None,
     seed: int | None = None,
     device: str | None = None,
@@ -213,6 +223,7 @@ def train(
     `federation` saves loading the same data again, where several runs share them; `backbone` is what FedAvg
     pretraining (`model.weights=fedavg`) gave an earlier run; `pool` trains its lanes together with other runs'.
     """
+    data = None if data is None else str(data)
     source = source or default_source(data)
     overrides = dict(set or {})
     for key, value in (("method.name", method), ("data.root", data), ("run.seed", seed), ("run.device", device)):
@@ -248,6 +259,9 @@ def _data_facts(federation: Federation) -> dict[str, Any]:
     return {
         "classes": list(federation.classes),
         "image": list(federation.images.shape[1:]),
+        "multilabel": federation.multilabel,
+        "mean": list(federation.mean),
+        "std": list(federation.std),
         "clients": {c.name: [len(c.train), len(c.val), len(c.test)] for c in federation.clients},
     }
 

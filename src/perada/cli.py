@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Sequence
@@ -233,9 +234,10 @@ def export(
     client: Annotated[str, typer.Option(help="whose personal model")],
     out_file: Annotated[Path, typer.Option("--out", metavar="FILE", help="a name that ends in .safetensors")],
     merged: Annotated[bool, typer.Option("--merged", help="the whole network instead of the personal part")] = False,
+    data: DataPath = None,
 ) -> None:
     """A client's personal adapter (or merged model) as one file."""
-    load(run).export(client, out_file, merged)
+    load(run, data=data).export(client, out_file, merged)
     tell(f"wrote {out_file}")
 
 
@@ -327,6 +329,9 @@ _UsageError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c._
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 failed while running, 2 bad input, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ± has a ? there
     try:
         code = app(args=words, standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -342,6 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         return _complain(str(error), 1)
     except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 0

@@ -14,6 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from .data import PUBLIC, DataOptions
 from .distill import Distill
 from .errors import InputError, unknown
@@ -299,6 +301,8 @@ def _section(section: str, kind: Any, values: Mapping[str, Any]) -> Any:
 
 def _coerce(value: Any, hint: Any, key: str) -> Any:
     """Check a TOML value against a field's type; whole numbers serve as floats, lists as tuples."""
+    if isinstance(value, np.generic):  # from Python: a number of an array
+        value = value.item()
     origin = typing.get_origin(hint)
     if origin is Literal:
         options = typing.get_args(hint)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-out = Console(markup=False)
+WIDE = 160  # columns where nobody's screen ends: a table in a file or a pipe is not cut
+
+out = Console(markup=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
 err = Console(stderr=True, markup=False)
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 

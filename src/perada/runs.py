@@ -209,11 +209,16 @@ class RunFolder:
     def write_json(self, name: str, value: object) -> None:
         write_atomic(self.path / name, (json.dumps(jsonable(value), indent=1) + "\n").encode())
 
+    def data_facts(self) -> dict[str, Any]:
+        """What was noted about the data when the run began."""
+        path = self.path / "data.json"
+        found: dict[str, Any] = json.loads(path.read_text("utf8")) if path.is_file() else {}
+        return found
+
     def check_data(self, facts: Mapping[str, Any]) -> None:
         """Refuse data that are not those the run was made with: a client's model would be another's."""
-        path = self.path / "data.json"
-        known = json.loads(path.read_text("utf8")) if path.is_file() else facts
-        if known == json.loads(json.dumps(facts)):
+        known = self.data_facts() or facts
+        if known == json.loads(json.dumps({k: facts[k] for k in known})):  # older runs noted less
             return
         old, new = known["clients"], facts["clients"]
         gone, more = [n for n in old if n not in new], [n for n in new if n not in old]

@@ -257,7 +257,8 @@ def prepare(
         get_ready(device)
     federation = federation or build_federation(config.data, device)
     method = config.make_method()
-    check(config, federation, method)
+    if to_train:
+        check(config, federation, method)
     public = public_chunks(config, federation, method, device, dtype) if to_train else []
     net = _backbone(config, federation, backbone, say, pretrain)
     sim = Simulation(config, federation, model_of(config, net, method, device), method, public)

@@ -199,6 +199,7 @@ def terminal(found: Standings) -> list[Table]:
     first = house_table(found.about(), *head)
     first.caption = "best in bold, runner-up underlined; trained and sent: parameters of a client, a round"
     second = house_table(None, *server_head)
+    second.caption = "± std over seeds" if found.seeds > 1 else None
     for table, rows in ((first, personal), (second, server)):
         for name, *rest in rows:
             table.add_row(name, *map(Text.from_markup, rest))

@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 import torch
 from commands import said, strict
+from helpers import assert_same_tensors
 from PIL import Image
+from safetensors.torch import load_file
 from small import tree
 
 import perada
@@ -154,13 +156,30 @@ def moved(sites: Path, run: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_run_opens_after_its_data_moved(moved: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(moved / "north" / "two" / "000.png")
-    assert "--data" in refused(capsys, "predict", str(run), "--client", "north", file)
     assert "--data" in refused(capsys, "evaluate", str(run))
-    text = said(capsys, "predict", str(run), "--client", "north", file, "--data", str(moved), "--json")
-    assert sum(strict(text)[0]["probabilities"].values()) == pytest.approx(1.0, abs=1e-5)
     found = strict(said(capsys, "evaluate", str(run), "--data", str(moved), "--json"))
     assert found["local_test"] == json.loads((run / "summary.json").read_text())["local_test"]
+
+
+def test_predictions_and_weights_need_no_data(
+    moved: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run folder is enough where its images are gone, or never were; where they are given they are looked at."""
+    file = str(moved / "north" / "two" / "000.png")
+    typed = ["predict", str(run), "--client", "north", file, "--json"]
+    found = strict(said(capsys, *typed))
+    assert sum(found[0]["probabilities"].values()) == pytest.approx(1.0, abs=1e-5)
+    assert found == strict(said(capsys, *typed, "--data", str(moved)))
+    for name, more in (("without", []), ("with", ["--data", str(moved)])):
+        said(capsys, "export", str(run), "--client", "north", "--out", str(tmp_path / f"{name}.safetensors"), *more)
+    assert_same_tensors(*(load_file(tmp_path / f"{name}.safetensors") for name in ("with", "without")))
+    assert "unknown client" in refused(capsys, "predict", str(run), "--client", "nord", file)
+    facts = json.loads((run / "data.json").read_text())
+    older = tmp_path / "older"
+    shutil.copytree(run, older)
+    (older / "data.json").write_text(json.dumps({k: facts[k] for k in ("classes", "image", "clients")}))
+    assert "--data" in refused(capsys, "predict", str(older), "--client", "north", file), "noted less: asks for them"
+    assert strict(said(capsys, *["predict", str(older), *typed[2:]], "--data", str(moved))) == found
 
 
 @pytest.mark.parametrize("change", ["a site more", "a class more", "a class renamed"])

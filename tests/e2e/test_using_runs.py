@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from small import SMALL, flags
 
 import perada
 from perada import cli
+from perada.config import resolve
 from perada.models.resnet import resnet
 
 
@@ -240,3 +243,36 @@ def test_python_raises_what_the_command_line_prints(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     with pytest.raises(perada.errors.InputError, match="not a run folder"):
         perada.load(tmp_path)
+
+
+def test_from_python_a_name_may_be_text(run: Path, pngs: list[Path], tmp_path: Path) -> None:
+    """One test set, one image, a path as text, a number of numpy's: what a person types first."""
+    opened = perada.load(str(run))
+    assert list(opened.evaluate("local")) == ["local_test"]
+    assert list(opened.evaluate(["global", "fog:3", "local"])) == ["global_test", "fog:3", "local_test"], "as asked"
+    assert opened.predict("client-01", str(pngs[0])) == opened.predict("client-01", [pngs[0]])
+    opened.export("client-01", str(tmp_path / "x.safetensors"))
+    assert (tmp_path / "x.safetensors").is_file()
+    assert resolve("digits", {"train.rounds": np.int64(3), "train.lr": np.float32(0.5)}).train.rounds == 3
+
+
+def test_shifted_is_the_same_in_a_summary_and_when_it_is_asked_for(tmp_path: Path) -> None:
+    """A run has its severities; a name without one means those."""
+    settings = {**SMALL, "run.shifts": True, "run.severities": [2]}
+    made = perada.train("digits", set={**settings, "train.rounds": 1}, out=tmp_path / "run")
+    found = perada.load(tmp_path / "run").evaluate(["shifted", "shifted:2"])
+    assert found["shifted"].as_dict() == found["shifted:2"].as_dict() == made.summary["shifted"]
+
+
+def test_a_terminal_that_cannot_write_everything_gets_a_question_mark(run: Path) -> None:
+    typed = [sys.executable, "-m", "perada", "evaluate", str(run), "--on", "local"]
+    done = subprocess.run(typed, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"mean ? std" in done.stdout
+
+
+def test_a_table_in_a_pipe_is_not_cut() -> None:
+    typed = [sys.executable, "-m", "perada", "partition", "digits", "--set", "data.clients=3"]
+    env = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+    done = subprocess.run([*typed, "--set", "data.partition=shards"], capture_output=True, env=env, check=True)
+    assert "…" not in done.stdout.decode()

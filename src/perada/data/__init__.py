@@ -17,7 +17,7 @@ from .augment import AUGMENT
 from .chexpert import chexpert
 from .cifar import cifar10, cifar100, stl10, stl10_public
 from .digits import digits, glyphs
-from .federation import Client, Federation, Source
+from .federation import Client, Federation, Source, blank
 from .folder import folder, unlabelled
 from .images import IMAGENET, Pixels, read_image, resized
 from .manifest import manifest
@@ -33,6 +33,7 @@ __all__ = [
     "DataOptions",
     "Federation",
     "Source",
+    "blank",
     "build_federation",
     "data_home",
     "named_sets",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,3 +147,21 @@ class Federation:
         if self.multilabel:
             return np.stack([targets[c.train].sum(0).astype(np.int64) for c in self.clients])
         return np.stack([np.bincount(targets[c.train], minlength=len(self.classes)) for c in self.clients])
+
+
+def blank(facts: Mapping[str, Any], device: torch.device) -> Federation | None:
+    """A federation as a run folder has noted it (data.json): names, classes, shapes, and not one image. None where that
+    was not noted yet."""
+    if not facts.keys() >= {"classes", "image", "clients", "multilabel", "mean", "std"}:
+        return None
+    classes = tuple(facts["classes"])
+    none = [np.zeros(0, np.int64)] * 3
+    return Federation(
+        name="",
+        images=torch.zeros(0, *facts["image"], dtype=torch.uint8, device=device),
+        targets=torch.zeros((0, len(classes)) if facts["multilabel"] else 0, device=device),
+        classes=classes,
+        clients=tuple(Client(name, *none) for name in facts["clients"]),
+        mean=tuple(facts["mean"]),
+        std=tuple(facts["std"]),
+    )
