@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from . import __version__
 from .config import Config, resolve
-from .data import Federation, blank, build_federation, data_home, named_sets, place_of, read_image
+from .data import SEVERITIES, Federation, blank, build_federation, data_home, named_sets, place_of, read_image
 from .errors import InputError, Interrupted, RunError, unknown
 from .evaluate import Scores, all_scores_on, personal_scores, scores_on
 from .lanes import Pool, State
@@ -117,9 +117,11 @@ class Run:
         """uint8 `[n, C, H, W]` -> what `model()` takes."""
         return self.names.prepare(images, DTYPES[self.config.run.precision])
 
-    def evaluate(self, on: str | Sequence[str] = ("local", "global")) -> dict[str, Scores]:
+    def evaluate(
+        self, on: str | Sequence[str] = ("local", "global"), progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, Scores]:
         """`local`, `val`, `global`, or a name of `data.named_sets`: `fog:3`, `fog`, `shifted`, `cifar10.1`, ... As in a
-        run's summary, `shifted` has the severities of `run.severities`."""
+        run's summary, `shifted` has the severities of `run.severities`. `progress`: corrupted copies done, of how many."""
         asked, held, sim = [on] if isinstance(on, str) else list(on), self.federation, self.simulation
         lanes = sim.personal()
         plain = [s for s in asked if s in OWN]
@@ -128,8 +130,8 @@ class Run:
             if name not in plain:
                 official = name.partition(":")[0]
                 home = place_of(official, self.config.data.root) if official.startswith("cifar10") else None
-                more = {"severities": self.config.run.severities} if name == "shifted" else {}
-                sets = named_sets(held, name, home or self.config.data.root or data_home(), **more)
+                levels = self.config.run.severities if name == "shifted" else SEVERITIES
+                sets = named_sets(held, name, home or self.config.data.root or data_home(), levels, progress)
                 out[name] = scores_on(sim.model, lanes, held, sets)
         return {key: out[key] for key in (OWN.get(name, name) for name in asked)}
 

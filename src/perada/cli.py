@@ -204,7 +204,8 @@ def evaluate(
     names = [s.strip() for s in on.split(",") if s.strip()]
     if not names:
         raise InputError("--on: name at least one test set, such as local,global")
-    found = opened.evaluate(names)
+    with watched() as watch:
+        found = opened.evaluate(names, watch.copies)
     if as_json:
         print_json({"run": str(run), **{k: v.as_dict() for k, v in found.items()}})
         return

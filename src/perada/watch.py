@@ -49,6 +49,11 @@ class Watch:
         self.bar.update(self.all, description=name, completed=at)
         self.bar.reset(self.rounds, description="training", visible=False)
 
+    def copies(self, at: int, total: int) -> None:
+        """Corrupted copies of the test images, one after another."""
+        self.bar.start()
+        self.bar.update(self.rounds, description="corrupted", total=total, completed=at, visible=True, unit="copies")
+
     def round(self, p: RoundProgress) -> None:
         self.bar.start()  # not before everything that can be refused has been
         for name in p.failed:

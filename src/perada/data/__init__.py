@@ -16,6 +16,7 @@ from .arrays import npz
 from .augment import AUGMENT
 from .chexpert import chexpert
 from .cifar import cifar10, cifar100, stl10, stl10_public
+from .corruptions import SEVERITIES
 from .digits import digits, glyphs
 from .federation import Client, Federation, Source, blank
 from .folder import folder, unlabelled
@@ -27,6 +28,7 @@ from .testsets import named_sets
 
 __all__ = [
     "PUBLIC",
+    "SEVERITIES",
     "SOURCES",
     "VALIDATION",
     "Client",

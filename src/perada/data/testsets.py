@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError, unknown
 from .cifar import cifar10_1, cifar10_c
-from .corruptions import CORRUPTIONS, SEVERITIES, corrupted
+from .corruptions import CORRUPTIONS, SEVERITIES, Progress, corrupted
 from .federation import Federation
 from .images import Pixels, cache_folder
 
@@ -20,13 +20,17 @@ _CACHED = 1 << 22  # bytes of a test set from which its corrupted copies are wor
 
 
 def named_sets(
-    federation: Federation, name: str, root: str = "", severities: Sequence[int] = SEVERITIES
+    federation: Federation,
+    name: str,
+    root: str = "",
+    severities: Sequence[int] = SEVERITIES,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[Pixels, Tensor]]:
     """uint8 images `[n, C, H, W]` and their targets: one set, or several whose scores are averaged.
 
     name: `fog` or `fog:3` for Global-test corrupted here; `shifted` or `shifted:3` for all 19 corruptions of it;
     `cifar10.1`; `cifar10-c`, `cifar10-c:fog` or `cifar10-c:fog:3` for the published files, below `root`.
-    A name without a severity has all of `severities`.
+    A name without a severity has all of `severities`. `progress` is told of corrupted copies.
     """
     head, *rest = name.split(":")
     if head not in NAMES:
@@ -52,7 +56,7 @@ def named_sets(
     targets = federation.labels(federation.test)
     home = cache_folder() if images.nbytes >= _CACHED else None
     cache = home / "corruptions" if home else None
-    return ((made[back], targets) for _, _, made in corrupted(images, kinds, levels, cache=cache))
+    return ((made[back], targets) for _, _, made in corrupted(images, kinds, levels, cache=cache, progress=progress))
 
 
 def _no_more(name: str, rest: Sequence[str]) -> None:
