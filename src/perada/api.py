@@ -121,7 +121,7 @@ class Run:
         self, on: str | Sequence[str] = ("local", "global"), progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Scores]:
         """`local`, `val`, `global`, or a name of `data.named_sets`: `fog:3`, `fog`, `shifted`, `cifar10.1`, ... As in a
-        run's summary, `shifted` has the severities of `run.severities`. `progress`: corrupted copies done, of how many."""
+        run's summary, `shifted` has the severities of `run.severities`. `progress`: copies made, of how many."""
         asked, held, sim = [on] if isinstance(on, str) else list(on), self.federation, self.simulation
         lanes = sim.personal()
         plain = [s for s in asked if s in OWN]
