@@ -199,3 +199,8 @@ def test_a_file_may_build_on_a_preset(tmp_path: Path) -> None:
     path.write_text('preset = "digits"\ntrain = 3\n')
     with pytest.raises(InputError, match="must be a section"):
         resolve(str(path))
+
+
+def test_a_setting_of_another_method_names_its_owners() -> None:
+    with pytest.raises(InputError, match=r"perada has no 'method.mu': that is a setting of .*fedprox"):
+        resolve("digits", {"method.mu": 1.0})
