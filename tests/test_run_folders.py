@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,12 @@ import torch
 from commands import strict, train
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from small import adapters, flags, plain
+from small import adapters, flags, plain, tree
 
 import perada
 from perada import cli
 from perada.models.resnet import resnet
+from perada.runs import at_work, locked
 
 # What a run folder says.
 
@@ -153,3 +155,39 @@ def test_overwrite_without_out_replaces_the_default_folder(
     assert cli.main(words) == 0
     assert cli.main([*words, "--overwrite"]) == 0
     assert [p.name for p in Path("runs").iterdir()] == ["digits-perada-no-kd-0"]
+
+
+# One process at a time.
+
+
+@pytest.mark.parametrize("word", ["--overwrite", "--resume"])
+def test_a_run_that_is_at_work_is_not_touched(tmp_path: Path, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    settings = {"method__name": "perada-no-kd", "train__rounds": 1}
+    assert train(out, **settings) == 0
+    before = tree(out)
+    with locked(out):
+        assert train(out, word, **{**settings, "train__rounds": 2}) == 2
+    assert "another process is at work" in capsys.readouterr().err
+    assert tree(out) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_is_locked_from_its_first_write_to_its_last(
+    tmp_path: Path, overwrite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replaced or new: whoever looks while something is written sees that somebody is at work."""
+    out, seen = tmp_path / "run", set()
+    settings = plain({"method__name": "perada-no-kd", "train__rounds": 1})
+    if overwrite:
+        perada.train("digits", set=settings, out=out)
+    real = os.replace
+
+    def look(source: Path, target: Path) -> None:
+        seen.add((target.name, at_work(out)))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", look)
+    perada.train("digits", set=settings, out=out, overwrite=overwrite)
+    assert {"config.toml", "data.json", "round-0001", "summary.json", "report.html"} <= {name for name, _ in seen}
+    assert {name for name, held in seen if not held} == set()

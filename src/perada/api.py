@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import platform
-import re
-import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +19,9 @@ from torch import Tensor, nn
 from . import __version__
 from .config import Config, resolve
 from .data import Federation, build_federation, data_home, named_sets, place_of, read_image
-from .errors import InputError, Interrupted, RunError, unknown
+from .errors import InputError, unknown
 from .evaluate import Scores, all_scores_on, personal_scores, scores_on
+from .folders import NewFolder, default_out, default_source, free_path, newest_path, resumable
 from .lanes import Pool, State
 from .methods import method_sizes
 from .models import count_groups
@@ -176,21 +174,6 @@ def load(path: str | Path, *, data: str | None = None, device: str = "auto") -> 
     return Run(folder, resolve(str(folder.path / "config.toml"), moved))
 
 
-def default_source(data: str | None) -> str:
-    """The preset where none is named: your own data where a path to some is given."""
-    return "digits" if data is None else "folder"
-
-
-def source_name(source: str) -> str:
-    """A preset's name, or a file's without its ending."""
-    return Path(source).stem if source.endswith(".toml") else source
-
-
-def default_out(source: str, config: Config) -> Path:
-    """`runs/digits-perada-0`; a run that is there already is not touched (see `train`)."""
-    return Path("runs") / f"{source_name(source)}-{config.method_name}-{config.run.seed}"
-
-
 def train(
     source: str | None = None,
     *,
@@ -218,25 +201,24 @@ def train(
     for key, value in (("method.name", method), ("data.root", data), ("run.seed", seed), ("run.device", device)):
         if value is not None:
             overrides[key] = value
-    if resume:
-        run, sim = _resume(source, overrides, out, federation, say, on_round)
-    else:
-        config = resolve(source, overrides)
-        path = Path(out) if out is not None else default_out(source, config)
-        path = path if out is not None or overwrite else free_path(path)
-        RunFolder.check(path, overwrite)
-        new = _Folder(path, config, overwrite)
-        # Everything that can be refused is refused before a folder is made.
-        sim = prepare(config, backbone, say, federation, lambda inner: _pretrain(inner, new.made, on_round))
-        run = Run(new.made, config)
-        run.folder.write_json("data.json", _data_facts(sim.federation))
-    if sim.backbone is not None and run.folder.backbone is None:
-        run.folder.save_backbone(sim.backbone)
-    sim.model.pool = pool
-    # The run is at its newest checkpoint: no need to read that again.
-    run.__dict__.update(simulation=sim, federation=sim.federation)
-    with locked(run.path), resumable(run.path):
-        _finish(run, run_rounds(sim, run.folder, on_round))
+    with ExitStack() as held:  # the folder's lock, before anything in it is changed
+        if resume:
+            run, sim = _resume(source, overrides, out, federation, say, on_round, held)
+        else:
+            config = resolve(source, overrides)
+            path = Path(out) if out is not None else default_out(source, config)
+            new = NewFolder(path if out is not None or overwrite else free_path(path), config, overwrite, held)
+            sim = prepare(config, backbone, say, federation, lambda inner: _pretrain(inner, new.made, on_round))
+            run = Run(new.made, config)
+        sim.model.pool = pool
+        # The run is at its newest checkpoint: no need to read that again.
+        run.__dict__.update(simulation=sim, federation=sim.federation)
+        with resumable(run.path):
+            if not resume:
+                run.folder.write_json("data.json", _data_facts(sim.federation))
+            if sim.backbone is not None and run.folder.backbone is None:
+                run.folder.save_backbone(sim.backbone)
+            _finish(run, run_rounds(sim, run.folder, on_round))
     asked, empty = sim.model.lane_steps
     if asked:
         say(f"{asked:,} lane-steps; {empty / (asked + empty):.1%} more in slots that stood empty")
@@ -252,17 +234,6 @@ def _data_facts(federation: Federation) -> dict[str, Any]:
     }
 
 
-class _Folder:
-    """A run folder that is made when it is first asked for."""
-
-    def __init__(self, path: Path, config: Config, overwrite: bool) -> None:
-        self.path, self.config, self.overwrite = path, config, overwrite
-
-    @cached_property
-    def made(self) -> RunFolder:
-        return RunFolder.create(self.path, self.config.toml(), self.overwrite)
-
-
 def _pretrain(inner: Simulation, folder: RunFolder, on_round: Callable[[Progress], None]) -> None:
     """FedAvg pretraining as a run inside the run, so that it is saved and resumed like any other."""
     home = RunFolder(folder.path / "pretrain")
@@ -274,26 +245,6 @@ def _pretrain(inner: Simulation, folder: RunFolder, on_round: Callable[[Progress
     shutil.rmtree(home.checkpoints)  # its result is backbone.safetensors; its metrics.jsonl stays
 
 
-@contextmanager
-def resumable(path: Path, command: str = "perada train") -> Iterator[None]:
-    """What goes wrong in here leaves something that can be resumed: say so."""
-    try:
-        yield
-    except Interrupted:
-        raise
-    except KeyboardInterrupt as stop:
-        raise Interrupted(path) from stop
-    except (OSError, MemoryError, torch.OutOfMemoryError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        again = f"{command} --out {shlex.quote(str(path))} --resume"
-        raise RunError(f"{reason}; the last finished round is saved: mend it, then {again}") from error
-
-
-def free_path(path: Path) -> Path:
-    """`path`, or the first of path-2, path-3, ... that does not exist."""
-    return next(p for n in count(1) if not (p := path if n == 1 else Path(f"{path}-{n}")).exists())
-
-
 def _resume(
     source: str,
     overrides: dict[str, Any],
@@ -301,11 +252,13 @@ def _resume(
     federation: Federation | None,
     say: Say,
     on_round: Callable[[Progress], None],
+    held: ExitStack,
 ) -> tuple[Run, Simulation]:
     """The run as its folder describes it. Only the device, its lanes, the number of rounds and where your own data and
     the public images are may be given anew."""
     path = Path(out) if out is not None else newest_path(default_out(source, resolve(source, overrides)))
     folder = RunFolder.open(path)
+    held.enter_context(locked(path))
     stored = str(path / "config.toml")
     free = ["run.device", "run.lanes", "train.rounds", "data.root"]
     there, here = (Path(str(p)) for p in (resolve(stored).distill.data, overrides.get("distill.data", "")))
@@ -333,13 +286,6 @@ def _resume(
             known -= 1  # that row was measured after the last stage
     folder.cut_metrics(known)
     return Run(folder, config), sim
-
-
-def newest_path(path: Path) -> Path:
-    found = [p for p in path.parent.glob(f"{path.name}*") if re.fullmatch(re.escape(path.name) + r"(-\d+)?", p.name)]
-    if not found:
-        raise InputError(f"nothing to resume: there is no {path}; name the folder with --out")
-    return max(found, key=lambda p: p.stat().st_mtime)
 
 
 def summary_of(run: Run, federation: Federation, clients: int, device: torch.device, row: dict[str, Any]) -> Any:

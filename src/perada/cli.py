@@ -13,12 +13,13 @@ import typer
 import typer.core
 
 from . import __version__, standings, tables
-from .api import Run, default_source, load, train
+from .api import Run, load, train
 from .compare import compare
 from .config import parse_grid, parse_setting, presets, resolve
 from .console import AsJson, out, print_json, say, tell
 from .data.commands import app as data_app
 from .errors import InputError, RunError
+from .folders import default_source
 from .machine import keep_memory
 from .methods import REGISTRY, method_sizes
 from .models import BACKBONES, count_groups

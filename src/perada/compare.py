@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from . import standings
-from .api import Run, default_source, free_path, load, newest_path, resumable, source_name, train
+from .api import Run, load, train
 from .config import Config, resolve
 from .data import Federation, build_federation
 from .errors import InputError, Interrupted, RunError
+from .folders import default_source, free_path, newest_path, resumable, source_name
 from .lanes import Pool
 from .plan import (
     absolute,

@@ -129,6 +129,15 @@ def load_state(path: Path) -> State:
     return State(params, buffers)
 
 
+def _empty(path: Path) -> None:
+    """Its config goes last: killed on the way, it still is a run, which can be replaced."""
+    for part in sorted(path.iterdir(), key=lambda p: p.name == "config.toml"):
+        if part.is_dir() and not part.is_symlink():
+            shutil.rmtree(part)
+        else:
+            part.unlink()
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """What a finished round leaves behind; one state a client, none where clients keep nothing."""
@@ -166,11 +175,13 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config_toml: str, overwrite: bool) -> RunFolder:
+        """A new run. The folder of one that is replaced stays, for a lock is on it."""
         cls.check(path, overwrite)
         try:
             if path.exists():
-                shutil.rmtree(path)
-            path.mkdir(parents=True)
+                _empty(path)
+            else:
+                path.mkdir(parents=True)
             write_atomic(path / "config.toml", config_toml.encode())
         except OSError as error:
             raise InputError(f"cannot write to {path}: {error.strerror}") from error

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .api import default_source, free_path, newest_path, resumable, source_name
 from .config import Config, resolve, toml_value, tune_grid
 from .data import Federation
 from .errors import InputError, unknown
+from .folders import default_source, free_path, newest_path, resumable, source_name
 from .lanes import Pool
 from .methods import grids, hyperparameters
 from .plan import (

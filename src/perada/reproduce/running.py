@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..api import load, resumable, train
+from ..api import load, train
 from ..config import Config, resolve
 from ..data import VALIDATION, Federation
 from ..errors import InputError, Interrupted, RunError, unknown
+from ..folders import resumable
 from ..lanes import Pool
 from ..plan import check_all, keep_backbone, once, shared_backbone, validated
 from ..rounds import Progress

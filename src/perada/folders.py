@@ -1,0 +1,82 @@
+"""Which folder a run is in, that no other process works there, and what is said where the work stops."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from .config import Config
+from .errors import InputError, Interrupted, RunError
+from .runs import RunFolder, locked
+
+
+def default_source(data: str | None) -> str:
+    """The preset where none is named: your own data where a path to some is given."""
+    return "digits" if data is None else "folder"
+
+
+def source_name(source: str) -> str:
+    """A preset's name, or a file's without its ending."""
+    return Path(source).stem if source.endswith(".toml") else source
+
+
+def default_out(source: str, config: Config) -> Path:
+    """`runs/digits-perada-0`; a run that is there already is not touched (see `train`)."""
+    return Path("runs") / f"{source_name(source)}-{config.method_name}-{config.run.seed}"
+
+
+def free_path(path: Path) -> Path:
+    """`path`, or the first of path-2, path-3, ... that does not exist."""
+    return next(p for n in count(1) if not os.path.lexists(p := path if n == 1 else Path(f"{path}-{n}")))
+
+
+def newest_path(path: Path) -> Path:
+    found = [p for p in path.parent.glob(f"{path.name}*") if re.fullmatch(re.escape(path.name) + r"(-\d+)?", p.name)]
+    if not found:
+        raise InputError(f"nothing to resume: there is no {path}; name the folder with --out")
+    return max(found, key=lambda p: p.stat().st_mtime)
+
+
+class NewFolder:
+    """The folder of a new run. It is made when it is first asked for: everything that can be refused is refused before.
+    One that is there already is locked at once, so that nobody begins to work in what will be replaced."""
+
+    def __init__(self, path: Path, config: Config, overwrite: bool, held: ExitStack) -> None:
+        self.path, self.config, self.overwrite, self.held = path, config, overwrite, held
+        RunFolder.check(path, overwrite)
+        self.there = path.is_dir()
+        if self.there:
+            held.enter_context(locked(path))
+
+    @cached_property
+    def made(self) -> RunFolder:
+        if not self.there:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(f"cannot write to {self.path}: {error.strerror}") from error
+            self.held.enter_context(locked(self.path))
+        return RunFolder.create(self.path, self.config.toml(), self.overwrite)
+
+
+@contextmanager
+def resumable(path: Path, command: str = "perada train") -> Iterator[None]:
+    """What goes wrong in here leaves something that can be resumed: say so."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt as stop:
+        raise Interrupted(path) from stop
+    except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        again = f"{command} --out {shlex.quote(str(path))} --resume"
+        raise RunError(f"{reason}; the last finished round is saved: mend it, then {again}") from error
