@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,17 +33,24 @@ from .runs import RunFolder, device_of, locked, write_atomic
 from .simulate import DTYPES, Say, Simulation, precision_of, prepare
 
 
-class Run:
-    """A run folder, opened. Weights and data are read when they are first needed."""
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
 
-    def __init__(self, folder: RunFolder, config: Config) -> None:
-        self.folder, self.config, self.path = folder, config, folder.path
+
+class Run:
+    """A run folder, opened. Weights and data are read when they are first needed; what is to be known about them then
+    is said with `say`, by default as a Python warning."""
+
+    def __init__(self, folder: RunFolder, config: Config, say: Say = _warn) -> None:
+        self.folder, self.config, self.path, self.say = folder, config, folder.path, say
 
     @cached_property
     def simulation(self) -> Simulation:
         """The run at its newest checkpoint."""
         sim = prepare(self.config, self.folder.backbone, federation=self.federation, to_train=False)
-        saved, _ = self.folder.load()
+        saved, passed_over = self.folder.load()
+        for line in passed_over:
+            self.say(f"{self.path}: {line}")
         if saved is None:
             raise InputError(f"{self.path} has no checkpoint yet: train it first")
         sim.restore(saved)
@@ -167,11 +175,11 @@ def write_weights(out: Path, held: Mapping[str, Tensor], config: Config, client:
         raise InputError(f"cannot write {out}: {error.strerror}") from error
 
 
-def load(path: str | Path, *, data: str | None = None, device: str = "auto") -> Run:
+def load(path: str | Path, *, data: str | None = None, device: str = "auto", say: Say = _warn) -> Run:
     """Open a run folder, on this machine's device; `data` says where your own images are now, if they moved."""
     folder = RunFolder.open(Path(path))
     moved = {"run.device": device} | ({"data.root": data} if data is not None else {})
-    return Run(folder, resolve(str(folder.path / "config.toml"), moved))
+    return Run(folder, resolve(str(folder.path / "config.toml"), moved), say)
 
 
 def train(
@@ -268,8 +276,8 @@ def _resume(
     if resolve(stored, overrides) != (config := resolve(stored, may)):
         key = next(k for k in overrides if resolve(stored, {**may, k: overrides[k]}) != config)
         raise InputError(f"{path} was made with another {key}: resume it without that setting, or choose another --out")
-    saved, warnings = folder.load()
-    for line in warnings:
+    saved, passed_over = folder.load()
+    for line in passed_over:
         say(line)
     if saved is not None and saved.round > config.train.rounds:
         raise InputError(f"{path} has {saved.round} rounds already: train.rounds={config.train.rounds} would undo some")

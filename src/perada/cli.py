@@ -200,7 +200,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Test every client's personal model."""
-    opened = load(run, data=data, device=device)
+    opened = load(run, data=data, device=device, say=say)
     names = [s.strip() for s in on.split(",") if s.strip()]
     if not names:
         raise InputError("--on: name at least one test set, such as local,global")
@@ -221,7 +221,7 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """What one client's personal model sees in images."""
-    found = load(run, data=data, device=device).predict(client, images)
+    found = load(run, data=data, device=device, say=say).predict(client, images)
     if as_json:
         print_json(found)
         return
@@ -236,7 +236,7 @@ def export(
     merged: Annotated[bool, typer.Option("--merged", help="the whole network instead of the personal part")] = False,
 ) -> None:
     """A client's personal adapter (or merged model) as one file."""
-    load(run).export(client, out_file, merged)
+    load(run, say=say).export(client, out_file, merged)
     tell(f"wrote {out_file}")
 
 
