@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -352,9 +353,27 @@ def test_a_full_disk_is_one_line_and_exit_code_1(
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[-1].startswith("error: ")
     assert "No space left on device" in lines[-1]
+    assert lines[-1].endswith(f"it is saved up to round 1: mend it, then perada train --out {out} --resume")
     monkeypatch.setattr(os, "link", real)
     monkeypatch.undo()
     assert train(out, "--resume", method__name="perada-no-kd", train__rounds=3) == 0
+
+
+def test_a_disk_that_is_full_at_once_is_one_line_that_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No round is saved then, and the line must not say that one is. Files of at most 30 kB stand for the disk."""
+    out, before = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30 * 1024, before[1]))
+    try:
+        assert train(out, method__name="perada-no-kd", train__rounds=1) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    again = f"perada train --out {out} --resume"
+    target = out / "checkpoints" / "round-0001"
+    assert line == f"error: cannot write {target}: File too large; no round is saved yet: mend it, then {again}"
+    assert cli.main(shlex.split(again)[1:]) == 0
 
 
 def test_small_is_the_run_that_the_flags_describe() -> None:

@@ -293,4 +293,4 @@ def _train(
         raise Interrupted(found.path) from stop
     except RunError as error:
         more = f"perada compare --out {shlex.quote(str(found.path))} --resume"
-        raise RunError(f"{name}: {str(error).partition('; the last')[0]}; what is finished is saved: {more}") from error
+        raise RunError(f"{name}: {error.what}", f"what is finished is saved: {more}") from error

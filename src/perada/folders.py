@@ -78,5 +78,17 @@ def resumable(path: Path, command: str = "perada train") -> Iterator[None]:
         raise Interrupted(path) from stop
     except (OSError, MemoryError, torch.OutOfMemoryError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, OSError) and error.strerror:  # a write that fails does not know the file's name
+            reason = f"{error.filename or path}: {error.strerror}"
         again = f"{command} --out {shlex.quote(str(path))} --resume"
-        raise RunError(f"{reason}; the last finished round is saved: mend it, then {again}") from error
+        raise RunError(reason, f"{_saved(path)}: mend it, then {again}") from error
+
+
+def _saved(path: Path) -> str:
+    """What a run, or a folder of several, goes on from."""
+    if not (path / "config.toml").is_file():
+        return "what is finished is saved"
+    newest, pretrained = (RunFolder(p).newest_round() for p in (path, path / "pretrain"))
+    if newest is None and pretrained is not None:
+        return f"pretraining is saved up to round {pretrained}"
+    return "no round is saved yet" if newest is None else f"it is saved up to round {newest}"

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from .errors import InputError, RunError
+from .errors import InputError
 from .lanes import State
 
 try:
@@ -136,6 +136,10 @@ def _empty(path: Path) -> None:
             shutil.rmtree(part)
         else:
             part.unlink()
+
+
+def _round(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("round-"))
 
 
 @dataclass(frozen=True)
@@ -279,7 +283,7 @@ class RunFolder:
             sync_folder(self.checkpoints)
             shutil.rmtree(aside, ignore_errors=True)
         except OSError as error:
-            raise RunError(f"cannot write {target}: {error.strerror}; the checkpoint before it is whole") from error
+            raise OSError(f"cannot write {target}: {error.strerror}") from error
         self._hashes, self._newest = hashes, target
         for old in self._found()[:-KEEP]:
             shutil.rmtree(old)
@@ -298,8 +302,16 @@ class RunFolder:
             target = self.checkpoints / aside.name.removeprefix(".").removesuffix(".old")
             if not target.exists():  # killed between the two names: the old checkpoint is the whole one
                 os.replace(aside, target)
+        return self._named()
+
+    def _named(self) -> list[Path]:
         found = self.checkpoints.glob("round-*") if self.checkpoints.is_dir() else ()
-        return sorted(found, key=lambda p: int(p.name.removeprefix("round-")))
+        return sorted((p for p in found if p.name.removeprefix("round-").isdecimal()), key=_round)
+
+    def newest_round(self) -> int | None:
+        """Of the newest checkpoint, by its name alone."""
+        found = self._named()
+        return _round(found[-1]) if found else None
 
     def load(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest whole checkpoint, and a line about each damaged one passed over."""

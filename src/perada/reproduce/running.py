@@ -255,10 +255,8 @@ class _Work:
                 return  # it is saved: the same command goes on from there
             raise Interrupted(self.home) from stop
         except RunError as error:
-            reason = str(error).partition("; the last")[0]
-            raise RunError(
-                f"{name}: {reason}; what is finished is saved: the same command goes on from there"
-            ) from error
+            then = "what is finished is saved: the same command goes on from there"
+            raise RunError(f"{name}: {error.what}", then) from error
         trial, federation = self.state.experiment.trial(name), self.federation
         assert federation is not None
         weights = None if config.model.weights in results.OWN_WEIGHTS else self._weights(name, config)
