@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from commands import train
-from small import adapters, damage, flags, plain, small
+from small import SMALL, adapters, damage, flags, plain, small, tree
 
 import perada
 from perada import cli
@@ -274,6 +274,40 @@ def test_resuming_with_a_changed_setting_is_refused(
     assert stderr.startswith("error: ")
     assert key in stderr
     assert adapters(uninterrupted) == before
+
+
+def test_resuming_with_another_preset_or_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, mine = tmp_path / "run", tmp_path / "mine.toml"
+    sections = "[train]\nrounds = 1\nlr = {}\n[method]\nname = 'perada-no-kd'\n[run]\nlanes = {}\n"
+    mine.write_text("preset = 'digits'\n" + sections.format(0.02, 0))
+    changes = [w for k, v in SMALL.items() if k != "train.lr" for w in ("--set", f"{k}={json.dumps(v)}")]
+    assert cli.main(["train", str(mine), *changes, "--set", "train.rounds=1", "--out", str(out)]) == 0
+    before = tree(out)
+    again = ["train", "--out", str(out), "--resume"]
+    other = tmp_path / "other.toml"
+    other.write_text("preset = 'digits'\n" + sections.format(0.5, 0))
+    for source, key in (("cifar10", "data.name"), (str(other), "train.lr"), ("digits", "train.rounds")):
+        capsys.readouterr()
+        assert cli.main([*again, source]) == 2
+        stderr = capsys.readouterr().err
+        assert stderr == (
+            f"error: {out} was made from {mine} with another {key}: resume it without {source}, "
+            "or choose another --out\n"
+        )
+        assert tree(out) == before
+    other.write_text("preset = 'digits'\n" + sections.format(0.02, 3))  # lanes are this machine's
+    for source in ([], [str(mine)], [str(other)], [str(out / "config.toml")]):
+        assert cli.main([*again, *source]) == 0
+
+
+def test_resuming_with_the_runs_preset_is_fine_and_with_another_is_not(
+    uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = ["train", "--out", str(uninterrupted), "--resume"]
+    assert cli.main([*again, "digits"]) == 0
+    capsys.readouterr()
+    assert cli.main([*again, "cifar10"]) == 2
+    assert "was made from digits with another" in capsys.readouterr().err
 
 
 def test_resume_passes_over_a_damaged_checkpoint_with_a_warning(

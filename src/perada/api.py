@@ -22,7 +22,16 @@ from .config import Config, resolve
 from .data import Federation, build_federation, data_home, named_sets, place_of, read_image
 from .errors import InputError, unknown
 from .evaluate import Scores, all_scores_on, personal_scores, scores_on
-from .folders import NewFolder, default_out, default_source, free_path, newest_path, resumable
+from .folders import (
+    NewFolder,
+    default_out,
+    default_source,
+    free_path,
+    made_from,
+    newest_path,
+    refuse_other,
+    resumable,
+)
 from .lanes import Pool, State
 from .methods import method_sizes
 from .models import count_groups
@@ -204,14 +213,15 @@ def train(
     `federation` saves loading the same data again, where several runs share them; `backbone` is what FedAvg
     pretraining (`model.weights=fedavg`) gave an earlier run; `pool` trains its lanes together with other runs'.
     """
-    source = source or default_source(data)
+    given, source = source, source or default_source(data)
     overrides = dict(set or {})
     for key, value in (("method.name", method), ("data.root", data), ("run.seed", seed), ("run.device", device)):
         if value is not None:
             overrides[key] = value
     with ExitStack() as held:  # the folder's lock, before anything in it is changed
         if resume:
-            run, sim = _resume(source, overrides, out, federation, say, on_round, held)
+            path = Path(out) if out is not None else newest_path(default_out(source, resolve(source, overrides)))
+            run, sim = _resume(path, given, overrides, federation, say, on_round, held)
         else:
             config = resolve(source, overrides)
             path = Path(out) if out is not None else default_out(source, config)
@@ -223,7 +233,8 @@ def train(
         run.__dict__.update(simulation=sim, federation=sim.federation)
         with resumable(run.path):
             if not resume:
-                run.folder.write_json("data.json", _data_facts(sim.federation))
+                about = {**_data_facts(sim.federation), "source": made_from(source, config)}
+                run.folder.write_json("data.json", about)
             if sim.backbone is not None and run.folder.backbone is None:
                 run.folder.save_backbone(sim.backbone)
             _finish(run, run_rounds(sim, run.folder, on_round))
@@ -254,9 +265,9 @@ def _pretrain(inner: Simulation, folder: RunFolder, on_round: Callable[[Progress
 
 
 def _resume(
-    source: str,
+    path: Path,
+    source: str | None,
     overrides: dict[str, Any],
-    out: str | Path | None,
     federation: Federation | None,
     say: Say,
     on_round: Callable[[Progress], None],
@@ -264,7 +275,6 @@ def _resume(
 ) -> tuple[Run, Simulation]:
     """The run as its folder describes it. Only the device, its lanes, the number of rounds and where your own data and
     the public images are may be given anew."""
-    path = Path(out) if out is not None else newest_path(default_out(source, resolve(source, overrides)))
     folder = RunFolder.open(path)
     held.enter_context(locked(path))
     stored = str(path / "config.toml")
@@ -276,6 +286,8 @@ def _resume(
     if resolve(stored, overrides) != (config := resolve(stored, may)):
         key = next(k for k in overrides if resolve(stored, {**may, k: overrides[k]}) != config)
         raise InputError(f"{path} was made with another {key}: resume it without that setting, or choose another --out")
+    if source is not None:
+        refuse_other(folder, source, config, overrides)
     saved, passed_over = folder.load()
     for line in passed_over:
         say(line)

@@ -14,7 +14,7 @@ from .api import Run, load, train
 from .config import Config, resolve
 from .data import Federation, build_federation
 from .errors import InputError, Interrupted, RunError
-from .folders import default_source, free_path, newest_path, resumable, source_name
+from .folders import default_source, free_path, newest_path, resumable, source_name, whole_name
 from .lanes import Pool
 from .plan import (
     absolute,
@@ -30,7 +30,6 @@ from .plan import (
     settings_for,
     shared_backbone,
     whole,
-    whole_name,
     working_in,
     write_plan,
 )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from .config import Config
+from .config import Config, resolve
 from .errors import InputError, Interrupted, RunError
 from .runs import RunFolder, locked
 
@@ -26,6 +28,11 @@ def default_source(data: str | None) -> str:
 def source_name(source: str) -> str:
     """A preset's name, or a file's without its ending."""
     return Path(source).stem if source.endswith(".toml") else source
+
+
+def whole_name(source: str) -> str:
+    """A preset's name, or a file's whole path."""
+    return str(Path(source).expanduser().absolute()) if source.endswith(".toml") else source
 
 
 def default_out(source: str, config: Config) -> Path:
@@ -65,6 +72,35 @@ class NewFolder:
                 raise InputError(f"cannot write to {self.path}: {error.strerror}") from error
             self.held.enter_context(locked(self.path))
         return RunFolder.create(self.path, self.config.toml(), self.overwrite)
+
+
+def made_from(source: str, config: Config) -> dict[str, Any]:
+    """What data.json says about the preset or file that a run is made from."""
+    found = resolve(source, {"method.name": config.method_name}).flat()
+    return {"name": whole_name(source), "settings": json.loads(json.dumps(found))}
+
+
+def refuse_other(folder: RunFolder, source: str, config: Config, given: Collection[str]) -> None:
+    """Refuse a preset or file that is not what the run was made from; settings that are `given` beside it are looked at
+    elsewhere."""
+    made, now = folder.about().get("source"), made_from(source, config)
+    if made is None or (made["name"] == source and not source.endswith(".toml")):
+        return  # by an older version; or the same preset, whatever it says today
+    settings = {k: _anywhere(k, v) for k, v in now["settings"].items() if k not in (*given, "run.device", "run.lanes")}
+    stored = json.loads(json.dumps(config.flat()))
+    for known in (stored, made["settings"]):
+        other = [k for k, v in settings.items() if _anywhere(k, known.get(k)) != v]
+        if not other:
+            return
+    raise InputError(
+        f"{folder.path} was made from {made['name']} with another {other[0]}: resume it without {source}, "
+        "or choose another --out"
+    )
+
+
+def _anywhere(key: str, value: Any) -> Any:
+    """A setting's value; of a path, its last part: the file may have moved."""
+    return Path(str(value)).name if key in ("data.root", "model.weights", "distill.data") else value
 
 
 @contextmanager

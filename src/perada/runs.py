@@ -224,10 +224,15 @@ class RunFolder:
     def write_json(self, name: str, value: object) -> None:
         write_atomic(self.path / name, (json.dumps(jsonable(value), indent=1) + "\n").encode())
 
+    def about(self) -> dict[str, Any]:
+        """What data.json says of the data and the preset or file that the run was made with; empty without it."""
+        path = self.path / "data.json"
+        found: dict[str, Any] = json.loads(path.read_text("utf8")) if path.is_file() else {}
+        return found
+
     def check_data(self, facts: Mapping[str, Any]) -> None:
         """Refuse data that are not those the run was made with: a client's model would be another's."""
-        path = self.path / "data.json"
-        known = json.loads(path.read_text("utf8")) if path.is_file() else facts
+        known = {k: v for k, v in self.about().items() if k != "source"} or facts
         if known == json.loads(json.dumps(facts)):
             return
         old, new = known["clients"], facts["clients"]

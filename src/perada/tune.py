@@ -14,7 +14,7 @@ from typing import Any
 from .config import Config, resolve, toml_value, tune_grid
 from .data import Federation
 from .errors import InputError, unknown
-from .folders import default_source, free_path, newest_path, resumable, source_name
+from .folders import default_source, free_path, newest_path, resumable, source_name, whole_name
 from .lanes import Pool
 from .methods import grids, hyperparameters
 from .plan import (
@@ -30,7 +30,6 @@ from .plan import (
     settings_for,
     validated,
     whole,
-    whole_name,
     working_in,
     write_plan,
 )
