@@ -297,14 +297,15 @@ def _resume(
     folder.check_data(_data_facts(sim.federation))
     if saved is not None:
         sim.restore(saved)
-    write_atomic(path / "config.toml", config.toml().encode())
     known = sim.now.round
-    if sim.now.round < config.train.rounds:
-        (path / "summary.json").unlink(missing_ok=True)  # of fewer rounds; it is written again at the end
-        if sim.now.finished:
-            sim.reopen()
-            known -= 1  # that row was measured after the last stage
+    more = known < config.train.rounds
+    if more and sim.now.finished:
+        sim.reopen()
+        known -= 1  # that row was measured after the last stage
     folder.cut_metrics(known)
+    write_atomic(path / "config.toml", config.toml().encode())
+    if more:
+        (path / "summary.json").unlink(missing_ok=True)  # of fewer rounds; it is written again at the end
     return Run(folder, config), sim
 
 

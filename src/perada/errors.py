@@ -9,6 +9,10 @@ class InputError(Exception):
     """The user asked for something impossible; the message says what to do. Exit code 2."""
 
 
+class Damaged(InputError):
+    """A file is not what was written."""
+
+
 class RunError(Exception):
     """Work started and could not finish; the message says what went wrong (`what`), and then what was saved and how to
     go on. Exit code 1."""

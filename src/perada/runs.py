@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from .errors import InputError
+from .errors import Damaged, InputError
+from .jsonfiles import fits, read_object, read_rows
 from .lanes import State
 
 try:
@@ -207,14 +209,7 @@ class RunFolder:
             os.fsync(f.fileno())
 
     def metrics(self) -> list[dict[str, Any]]:
-        path = self.path / "metrics.jsonl"
-        rows = []
-        for line in path.read_text("utf8", "replace").splitlines() if path.is_file() else []:
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break  # a line cut off by a kill; nothing follows it
-        return rows
+        return read_rows(self.path / "metrics.jsonl", {"round": int})
 
     def cut_metrics(self, after: int) -> None:
         """Forget what was measured after round `after`: it will be measured again."""
@@ -226,8 +221,10 @@ class RunFolder:
 
     def about(self) -> dict[str, Any]:
         """What data.json says of the data and the preset or file that the run was made with; empty without it."""
-        path = self.path / "data.json"
-        found: dict[str, Any] = json.loads(path.read_text("utf8")) if path.is_file() else {}
+        path, mend = self.path / "data.json", "delete it if the data are those that the run was made with"
+        found = read_object(path, {"classes": list, "clients": dict}, mend) if path.is_file() else {}
+        if "source" in found and not fits(found["source"], {"name": str, "settings": dict}):
+            raise Damaged(f"{path} is damaged: {mend}")
         return found
 
     def check_data(self, facts: Mapping[str, Any]) -> None:
@@ -250,8 +247,9 @@ class RunFolder:
         path = self.path / "summary.json"
         if not path.is_file():
             raise InputError(f"{self.path} has no summary yet: finish it with --resume")
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
+        kinds = {"round": int, "method": str, "data": str, "metric": str, "parameters": dict}
+        again = f"perada train --out {shlex.quote(str(self.path))} --resume"
+        return read_object(path, kinds, f"write it again with {again}")
 
     # checkpoints
 
@@ -331,7 +329,8 @@ class RunFolder:
         return None, warnings
 
     def _read(self, path: Path) -> Checkpoint:
-        note = json.loads((path / "state.json").read_text())
+        kinds = {"round": int, "sha256": dict, "note": dict}
+        note = read_object(path / "state.json", kinds, "it is not what was written")
         for name, digest in note["sha256"].items():
             if hashlib.sha256((path / name).read_bytes()).hexdigest() != digest:
                 raise InputError(f"{name} does not match its checksum")
