@@ -157,6 +157,30 @@ def test_overwrite_without_out_replaces_the_default_folder(
     assert [p.name for p in Path("runs").iterdir()] == ["digits-perada-no-kd-0"]
 
 
+@pytest.mark.parametrize("word", ["", "--overwrite"])
+def test_a_folder_that_is_no_run_is_refused_as_such(
+    tmp_path: Path, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither --resume nor --overwrite would do anything with it: the line must not send anybody there."""
+    (tmp_path / "notes.txt").write_text("the user's own")
+    assert train(tmp_path, *word.split()) == 2
+    assert (
+        capsys.readouterr().err
+        == f"error: {tmp_path} exists and is no run, so it is not overwritten: choose another --out\n"
+    )
+
+
+def test_what_a_kill_left_half_written_does_not_keep_a_run_from_being_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    settings = {"method__name": "perada-no-kd", "train__rounds": 1}
+    assert train(out, **settings) == 0
+    (out / ".summary.json.123.part").write_text("{")
+    assert train(out, "--overwrite", **settings) == 0
+    assert not list(out.glob(".*"))
+
+
 # One process at a time.
 
 

@@ -167,17 +167,19 @@ class RunFolder:
         """Refuse a path that must not be written to."""
         try:
             path.lstat()
+            names = {p.name for p in path.iterdir()} if path.is_dir() else None
         except FileNotFoundError:
             return
         except OSError as error:
             raise InputError(f"cannot write to {path}: {error.strerror}") from error
-        if not path.is_dir():
+        if names is None:
             raise InputError(f"{path} is a file: choose another --out")
-        if any(path.iterdir()):
-            if not overwrite:
-                raise InputError(f"{path} exists: --resume continues it, --overwrite replaces it, --out picks another")
-            if not (path / "config.toml").is_file() or {p.name for p in path.iterdir()} - PARTS:
-                raise InputError(f"{path} holds more than a run, so it is not overwritten: choose another --out")
+        if names and not (path / "config.toml").is_file():
+            raise InputError(f"{path} exists and is no run, so it is not overwritten: choose another --out")
+        if names and not overwrite:
+            raise InputError(f"{path} exists: --resume continues it, --overwrite replaces it, --out picks another")
+        if {n for n in names if not (n[0] == "." and n.endswith(".part"))} - PARTS:  # a kill leaves such a part
+            raise InputError(f"{path} holds more than a run, so it is not overwritten: choose another --out")
 
     @classmethod
     def create(cls, path: Path, config_toml: str, overwrite: bool) -> RunFolder:
