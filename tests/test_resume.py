@@ -199,7 +199,9 @@ def test_a_kill_before_any_write_loses_nothing(
 
 def test_a_run_that_is_finished_resumes_to_itself(uninterrupted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, rows = adapters(uninterrupted), without_clock(uninterrupted)
+    capsys.readouterr()
     assert train(uninterrupted, "--resume", **PERADA) == 0
+    assert f"{uninterrupted} was finished already" in capsys.readouterr().err
     assert adapters(uninterrupted) == before
     assert without_clock(uninterrupted) == rows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from small import adapters, flags, plain, tree
 
 import perada
-from perada import cli
+from perada import cli, simulate
 from perada.models.resnet import resnet
 from perada.runs import at_work, locked
+from perada.simulate import Simulation
 
 # What a run folder says.
 
@@ -117,6 +119,23 @@ def test_the_default_folder_is_never_an_old_run(tmp_path: Path, monkeypatch: pyt
     settings = plain({"method__name": "perada-no-kd", "train__rounds": 1})
     paths = [str(perada.train("digits", set=settings).path) for _ in range(3)]
     assert paths == ["runs/digits-perada-no-kd-0", "runs/digits-perada-no-kd-0-2", "runs/digits-perada-no-kd-0-3"]
+
+
+def test_two_runs_started_together_take_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is free when the first begins to load its data, and taken when it has."""
+    monkeypatch.chdir(tmp_path)
+    settings = plain({"method__name": "perada-no-kd", "train__rounds": 1})
+    others: list[Path] = []
+
+    def prepare(*words: Any, **more: Any) -> Simulation:
+        with monkeypatch.context() as patch:
+            patch.setattr("perada.api.prepare", simulate.prepare)
+            others.append(perada.train("digits", set=settings).path)
+        return simulate.prepare(*words, **more)
+
+    monkeypatch.setattr("perada.api.prepare", prepare)
+    assert str(perada.train("digits", set=settings).path) == "runs/digits-perada-no-kd-0-2"
+    assert others == [Path("runs/digits-perada-no-kd-0")]
 
 
 def test_resume_without_a_folder_takes_the_newest(

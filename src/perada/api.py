@@ -26,7 +26,6 @@ from .folders import (
     NewFolder,
     default_out,
     default_source,
-    free_path,
     made_from,
     newest_path,
     refuse_other,
@@ -225,7 +224,7 @@ def train(
         else:
             config = resolve(source, overrides)
             path = Path(out) if out is not None else default_out(source, config)
-            new = NewFolder(path if out is not None or overwrite else free_path(path), config, overwrite, held)
+            new = NewFolder(path, out is not None or overwrite, config, overwrite, held)
             sim = prepare(config, backbone, say, federation, lambda inner: _pretrain(inner, new.made, on_round))
             run = Run(new.made, config)
         sim.model.pool = pool
@@ -306,6 +305,8 @@ def _resume(
     write_atomic(path / "config.toml", config.toml().encode())
     if more:
         (path / "summary.json").unlink(missing_ok=True)  # of fewer rounds; it is written again at the end
+    elif (path / "summary.json").is_file():
+        say(f"{path} was finished already: nothing is left to train; --set train.rounds=N adds rounds")
     return Run(folder, config), sim
 
 

@@ -53,25 +53,38 @@ def newest_path(path: Path) -> Path:
 
 
 class NewFolder:
-    """The folder of a new run. It is made when it is first asked for: everything that can be refused is refused before.
-    One that is there already is locked at once, so that nobody begins to work in what will be replaced."""
+    """The folder of a new run: `path`, or, if that is not `fixed`, the first free name from there.
 
-    def __init__(self, path: Path, config: Config, overwrite: bool, held: ExitStack) -> None:
-        self.path, self.config, self.overwrite, self.held = path, config, overwrite, held
-        RunFolder.check(path, overwrite)
-        self.there = path.is_dir()
+    It is made when it is first asked for: everything that can be refused is refused before. One that is there already
+    is locked at once, so that nobody begins to work in what will be replaced.
+    """
+
+    def __init__(self, path: Path, fixed: bool, config: Config, overwrite: bool, held: ExitStack) -> None:
+        self.path, self.fixed, self.config, self.overwrite, self.held = path, fixed, config, overwrite, held
+        RunFolder.check(self._name(), overwrite)
+        self.there = fixed and path.is_dir()
         if self.there:
             held.enter_context(locked(path))
 
+    def _name(self) -> Path:
+        return self.path if self.fixed else free_path(self.path)
+
     @cached_property
     def made(self) -> RunFolder:
-        if not self.there:
+        path = self.path if self.there else self._take()
+        return RunFolder.create(path, self.config.toml(), self.overwrite)
+
+    def _take(self) -> Path:
+        while True:
+            path = self._name()
             try:
-                self.path.mkdir(parents=True, exist_ok=True)
+                path.mkdir(parents=True, exist_ok=self.fixed)
             except OSError as error:
-                raise InputError(f"cannot write to {self.path}: {error.strerror}") from error
-            self.held.enter_context(locked(self.path))
-        return RunFolder.create(self.path, self.config.toml(), self.overwrite)
+                if isinstance(error, FileExistsError) and not self.fixed:
+                    continue  # another process was quicker: the next name
+                raise InputError(f"cannot write to {path}: {error.strerror}") from error
+            self.held.enter_context(locked(path))
+            return path
 
 
 def made_from(source: str, config: Config) -> dict[str, Any]:
