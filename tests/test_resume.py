@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from commands import train
-from small import adapters, damage, flags, plain, small
+from small import SMALL, adapters, damage, flags, plain, small, tree
 
 import perada
 from perada import cli
@@ -198,7 +199,9 @@ def test_a_kill_before_any_write_loses_nothing(
 
 def test_a_run_that_is_finished_resumes_to_itself(uninterrupted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, rows = adapters(uninterrupted), without_clock(uninterrupted)
+    capsys.readouterr()
     assert train(uninterrupted, "--resume", **PERADA) == 0
+    assert f"{uninterrupted} was finished already" in capsys.readouterr().err
     assert adapters(uninterrupted) == before
     assert without_clock(uninterrupted) == rows
 
@@ -273,6 +276,40 @@ def test_resuming_with_a_changed_setting_is_refused(
     assert stderr.startswith("error: ")
     assert key in stderr
     assert adapters(uninterrupted) == before
+
+
+def test_resuming_with_another_preset_or_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, mine = tmp_path / "run", tmp_path / "mine.toml"
+    sections = "[train]\nrounds = 1\nlr = {}\n[method]\nname = 'perada-no-kd'\n[run]\nlanes = {}\n"
+    mine.write_text("preset = 'digits'\n" + sections.format(0.02, 0))
+    changes = [w for k, v in SMALL.items() if k != "train.lr" for w in ("--set", f"{k}={json.dumps(v)}")]
+    assert cli.main(["train", str(mine), *changes, "--set", "train.rounds=1", "--out", str(out)]) == 0
+    before = tree(out)
+    again = ["train", "--out", str(out), "--resume"]
+    other = tmp_path / "other.toml"
+    other.write_text("preset = 'digits'\n" + sections.format(0.5, 0))
+    for source, key in (("cifar10", "data.name"), (str(other), "train.lr"), ("digits", "train.rounds")):
+        capsys.readouterr()
+        assert cli.main([*again, source]) == 2
+        stderr = capsys.readouterr().err
+        assert stderr == (
+            f"error: {out} was made from {mine} with another {key}: resume it without {source}, "
+            "or choose another --out\n"
+        )
+        assert tree(out) == before
+    other.write_text("preset = 'digits'\n" + sections.format(0.02, 3))  # lanes are this machine's
+    for source in ([], [str(mine)], [str(other)], [str(out / "config.toml")]):
+        assert cli.main([*again, *source]) == 0
+
+
+def test_resuming_with_the_runs_preset_is_fine_and_with_another_is_not(
+    uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = ["train", "--out", str(uninterrupted), "--resume"]
+    assert cli.main([*again, "digits"]) == 0
+    capsys.readouterr()
+    assert cli.main([*again, "cifar10"]) == 2
+    assert "was made from digits with another" in capsys.readouterr().err
 
 
 def test_resume_passes_over_a_damaged_checkpoint_with_a_warning(
@@ -352,9 +389,27 @@ def test_a_full_disk_is_one_line_and_exit_code_1(
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[-1].startswith("error: ")
     assert "No space left on device" in lines[-1]
+    assert lines[-1].endswith(f"it is saved up to round 1: mend it, then perada train --out {out} --resume")
     monkeypatch.setattr(os, "link", real)
     monkeypatch.undo()
     assert train(out, "--resume", method__name="perada-no-kd", train__rounds=3) == 0
+
+
+def test_a_disk_that_is_full_at_once_is_one_line_that_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No round is saved then, and the line must not say that one is. Files of at most 30 kB stand for the disk."""
+    out, before = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30 * 1024, before[1]))
+    try:
+        assert train(out, method__name="perada-no-kd", train__rounds=1) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    again = f"perada train --out {out} --resume"
+    target = out / "checkpoints" / "round-0001"
+    assert line == f"error: cannot write {target}: File too large; no round is saved yet: mend it, then {again}"
+    assert cli.main(shlex.split(again)[1:]) == 0
 
 
 def test_small_is_the_run_that_the_flags_describe() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +13,13 @@ import torch
 from commands import strict, train
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from small import adapters, flags, plain
+from small import adapters, flags, plain, tree
 
 import perada
-from perada import cli
+from perada import cli, simulate
 from perada.models.resnet import resnet
+from perada.runs import at_work, locked
+from perada.simulate import Simulation
 
 # What a run folder says.
 
@@ -117,6 +121,23 @@ def test_the_default_folder_is_never_an_old_run(tmp_path: Path, monkeypatch: pyt
     assert paths == ["runs/digits-perada-no-kd-0", "runs/digits-perada-no-kd-0-2", "runs/digits-perada-no-kd-0-3"]
 
 
+def test_two_runs_started_together_take_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is free when the first begins to load its data, and taken when it has."""
+    monkeypatch.chdir(tmp_path)
+    settings = plain({"method__name": "perada-no-kd", "train__rounds": 1})
+    others: list[Path] = []
+
+    def prepare(*words: Any, **more: Any) -> Simulation:
+        with monkeypatch.context() as patch:
+            patch.setattr("perada.api.prepare", simulate.prepare)
+            others.append(perada.train("digits", set=settings).path)
+        return simulate.prepare(*words, **more)
+
+    monkeypatch.setattr("perada.api.prepare", prepare)
+    assert str(perada.train("digits", set=settings).path) == "runs/digits-perada-no-kd-0-2"
+    assert others == [Path("runs/digits-perada-no-kd-0")]
+
+
 def test_resume_without_a_folder_takes_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,3 +174,63 @@ def test_overwrite_without_out_replaces_the_default_folder(
     assert cli.main(words) == 0
     assert cli.main([*words, "--overwrite"]) == 0
     assert [p.name for p in Path("runs").iterdir()] == ["digits-perada-no-kd-0"]
+
+
+@pytest.mark.parametrize("word", ["", "--overwrite"])
+def test_a_folder_that_is_no_run_is_refused_as_such(
+    tmp_path: Path, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither --resume nor --overwrite would do anything with it: the line must not send anybody there."""
+    (tmp_path / "notes.txt").write_text("the user's own")
+    assert train(tmp_path, *word.split()) == 2
+    assert (
+        capsys.readouterr().err
+        == f"error: {tmp_path} exists and is no run, so it is not overwritten: choose another --out\n"
+    )
+
+
+def test_what_a_kill_left_half_written_does_not_keep_a_run_from_being_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    settings = {"method__name": "perada-no-kd", "train__rounds": 1}
+    assert train(out, **settings) == 0
+    (out / ".summary.json.123.part").write_text("{")
+    assert train(out, "--overwrite", **settings) == 0
+    assert not list(out.glob(".*"))
+
+
+# One process at a time.
+
+
+@pytest.mark.parametrize("word", ["--overwrite", "--resume"])
+def test_a_run_that_is_at_work_is_not_touched(tmp_path: Path, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    settings = {"method__name": "perada-no-kd", "train__rounds": 1}
+    assert train(out, **settings) == 0
+    before = tree(out)
+    with locked(out):
+        assert train(out, word, **{**settings, "train__rounds": 2}) == 2
+    assert "another process is at work" in capsys.readouterr().err
+    assert tree(out) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_is_locked_from_its_first_write_to_its_last(
+    tmp_path: Path, overwrite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replaced or new: whoever looks while something is written sees that somebody is at work."""
+    out, seen = tmp_path / "run", set()
+    settings = plain({"method__name": "perada-no-kd", "train__rounds": 1})
+    if overwrite:
+        perada.train("digits", set=settings, out=out)
+    real = os.replace
+
+    def look(source: Path, target: Path) -> None:
+        seen.add((target.name, at_work(out)))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", look)
+    perada.train("digits", set=settings, out=out, overwrite=overwrite)
+    assert {"config.toml", "data.json", "round-0001", "summary.json", "report.html"} <= {name for name, _ in seen}
+    assert {name for name, held in seen if not held} == set()

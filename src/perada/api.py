@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import platform
-import re
-import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,17 @@ from torch import Tensor, nn
 from . import __version__
 from .config import Config, resolve
 from .data import SEVERITIES, Federation, blank, build_federation, data_home, named_sets, place_of, read_image
-from .errors import InputError, Interrupted, RunError, unknown
+from .errors import InputError, unknown
 from .evaluate import Scores, all_scores_on, personal_scores, scores_on
+from .folders import (
+    NewFolder,
+    default_out,
+    default_source,
+    made_from,
+    newest_path,
+    refuse_other,
+    resumable,
+)
 from .lanes import Pool, State
 from .methods import method_sizes
 from .models import count_groups
@@ -36,20 +43,27 @@ from .simulate import DTYPES, Say, Simulation, precision_of, prepare
 OWN = {"local": "local_test", "val": "local_val", "global": "global_test"}  # test sets that every run has
 
 
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
+
+
 class Run:
-    """A run folder, opened. Weights and data are read when they are first needed.
+    """A run folder, opened. Weights and data are read when they are first needed; what is to be known about them then
+    is said with `say`, by default as a Python warning.
 
     `given`: the user says where the data are, so that they are looked at even where they are not needed.
     """
 
-    def __init__(self, folder: RunFolder, config: Config, given: bool = False) -> None:
-        self.folder, self.config, self.path, self.given = folder, config, folder.path, given
+    def __init__(self, folder: RunFolder, config: Config, say: Say = _warn, given: bool = False) -> None:
+        self.folder, self.config, self.path, self.say, self.given = folder, config, folder.path, say, given
 
     @cached_property
     def simulation(self) -> Simulation:
         """The run at its newest checkpoint."""
         sim = prepare(self.config, self.folder.backbone, federation=self.names, to_train=False)
-        saved, _ = self.folder.load()
+        saved, passed_over = self.folder.load()
+        for line in passed_over:
+            self.say(f"{self.path}: {line}")
         if saved is None:
             raise InputError(f"{self.path} has no checkpoint yet: train it first")
         sim.restore(saved)
@@ -78,7 +92,7 @@ class Run:
         predictions need no more."""
         if self.given or "federation" in self.__dict__:
             return self.federation
-        return blank(self.folder.data_facts(), device_of(self.config.run.device)) or self.federation
+        return blank(self.folder.about(), device_of(self.config.run.device)) or self.federation
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -181,26 +195,11 @@ def write_weights(out: Path, held: Mapping[str, Tensor], config: Config, client:
         raise InputError(f"cannot write {out}: {error.strerror}") from error
 
 
-def load(path: str | Path, *, data: str | Path | None = None, device: str = "auto") -> Run:
+def load(path: str | Path, *, data: str | Path | None = None, device: str = "auto", say: Say = _warn) -> Run:
     """Open a run folder, on this machine's device; `data` says where your own images are now, if they moved."""
     folder = RunFolder.open(Path(path))
     moved = {"run.device": device} | ({"data.root": str(data)} if data is not None else {})
-    return Run(folder, resolve(str(folder.path / "config.toml"), moved), data is not None)
-
-
-def default_source(data: str | None) -> str:
-    """The preset where none is named: your own data where a path to some is given."""
-    return "digits" if data is None else "folder"
-
-
-def source_name(source: str) -> str:
-    """A preset's name, or a file's without its ending."""
-    return Path(source).stem if source.endswith(".toml") else source
-
-
-def default_out(source: str, config: Config) -> Path:
-    """`runs/digits-perada-0`; a run that is there already is not touched (see `train`)."""
-    return Path("runs") / f"{source_name(source)}-{config.method_name}-{config.run.seed}"
+    return Run(folder, resolve(str(folder.path / "config.toml"), moved), say, data is not None)
 
 
 def train(
@@ -226,30 +225,31 @@ def train(
     pretraining (`model.weights=fedavg`) gave an earlier run; `pool` trains its lanes together with other runs'.
     """
     data = None if data is None else str(data)
-    source = source or default_source(data)
+    given, source = source, source or default_source(data)
     overrides = dict(set or {})
     for key, value in (("method.name", method), ("data.root", data), ("run.seed", seed), ("run.device", device)):
         if value is not None:
             overrides[key] = value
-    if resume:
-        run, sim = _resume(source, overrides, out, federation, say, on_round)
-    else:
-        config = resolve(source, overrides)
-        path = Path(out) if out is not None else default_out(source, config)
-        path = path if out is not None or overwrite else free_path(path)
-        RunFolder.check(path, overwrite)
-        new = _Folder(path, config, overwrite)
-        # Everything that can be refused is refused before a folder is made.
-        sim = prepare(config, backbone, say, federation, lambda inner: _pretrain(inner, new.made, on_round))
-        run = Run(new.made, config)
-        run.folder.write_json("data.json", _data_facts(sim.federation))
-    if sim.backbone is not None and run.folder.backbone is None:
-        run.folder.save_backbone(sim.backbone)
-    sim.model.pool = pool
-    # The run is at its newest checkpoint: no need to read that again.
-    run.__dict__.update(simulation=sim, federation=sim.federation)
-    with locked(run.path), resumable(run.path):
-        _finish(run, run_rounds(sim, run.folder, on_round))
+    with ExitStack() as held:  # the folder's lock, before anything in it is changed
+        if resume:
+            path = Path(out) if out is not None else newest_path(default_out(source, resolve(source, overrides)))
+            run, sim = _resume(path, given, overrides, federation, say, on_round, held)
+        else:
+            config = resolve(source, overrides)
+            path = Path(out) if out is not None else default_out(source, config)
+            new = NewFolder(path, out is not None or overwrite, config, overwrite, held)
+            sim = prepare(config, backbone, say, federation, lambda inner: _pretrain(inner, new.made, on_round))
+            run = Run(new.made, config)
+        sim.model.pool = pool
+        # The run is at its newest checkpoint: no need to read that again.
+        run.__dict__.update(simulation=sim, federation=sim.federation)
+        with resumable(run.path):
+            if not resume:
+                about = {**_data_facts(sim.federation), "source": made_from(source, config)}
+                run.folder.write_json("data.json", about)
+            if sim.backbone is not None and run.folder.backbone is None:
+                run.folder.save_backbone(sim.backbone)
+            _finish(run, run_rounds(sim, run.folder, on_round))
     asked, empty = sim.model.lane_steps
     if asked:
         say(f"{asked:,} lane-steps; {empty / (asked + empty):.1%} more in slots that stood empty")
@@ -268,17 +268,6 @@ def _data_facts(federation: Federation) -> dict[str, Any]:
     }
 
 
-class _Folder:
-    """A run folder that is made when it is first asked for."""
-
-    def __init__(self, path: Path, config: Config, overwrite: bool) -> None:
-        self.path, self.config, self.overwrite = path, config, overwrite
-
-    @cached_property
-    def made(self) -> RunFolder:
-        return RunFolder.create(self.path, self.config.toml(), self.overwrite)
-
-
 def _pretrain(inner: Simulation, folder: RunFolder, on_round: Callable[[Progress], None]) -> None:
     """FedAvg pretraining as a run inside the run, so that it is saved and resumed like any other."""
     home = RunFolder(folder.path / "pretrain")
@@ -290,38 +279,19 @@ def _pretrain(inner: Simulation, folder: RunFolder, on_round: Callable[[Progress
     shutil.rmtree(home.checkpoints)  # its result is backbone.safetensors; its metrics.jsonl stays
 
 
-@contextmanager
-def resumable(path: Path, command: str = "perada train") -> Iterator[None]:
-    """What goes wrong in here leaves something that can be resumed: say so."""
-    try:
-        yield
-    except Interrupted:
-        raise
-    except KeyboardInterrupt as stop:
-        raise Interrupted(path) from stop
-    except (OSError, MemoryError, torch.OutOfMemoryError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        again = f"{command} --out {shlex.quote(str(path))} --resume"
-        raise RunError(f"{reason}; the last finished round is saved: mend it, then {again}") from error
-
-
-def free_path(path: Path) -> Path:
-    """`path`, or the first of path-2, path-3, ... that does not exist."""
-    return next(p for n in count(1) if not (p := path if n == 1 else Path(f"{path}-{n}")).exists())
-
-
 def _resume(
-    source: str,
+    path: Path,
+    source: str | None,
     overrides: dict[str, Any],
-    out: str | Path | None,
     federation: Federation | None,
     say: Say,
     on_round: Callable[[Progress], None],
+    held: ExitStack,
 ) -> tuple[Run, Simulation]:
     """The run as its folder describes it. Only the device, its lanes, the number of rounds and where your own data and
     the public images are may be given anew."""
-    path = Path(out) if out is not None else newest_path(default_out(source, resolve(source, overrides)))
     folder = RunFolder.open(path)
+    held.enter_context(locked(path))
     stored = str(path / "config.toml")
     free = ["run.device", "run.lanes", "train.rounds", "data.root"]
     there, here = (Path(str(p)) for p in (resolve(stored).distill.data, overrides.get("distill.data", "")))
@@ -331,8 +301,10 @@ def _resume(
     if resolve(stored, overrides) != (config := resolve(stored, may)):
         key = next(k for k in overrides if resolve(stored, {**may, k: overrides[k]}) != config)
         raise InputError(f"{path} was made with another {key}: resume it without that setting, or choose another --out")
-    saved, warnings = folder.load()
-    for line in warnings:
+    if source is not None:
+        refuse_other(folder, source, config, overrides)
+    saved, passed_over = folder.load()
+    for line in passed_over:
         say(line)
     if saved is not None and saved.round > config.train.rounds:
         raise InputError(f"{path} has {saved.round} rounds already: train.rounds={config.train.rounds} would undo some")
@@ -340,22 +312,18 @@ def _resume(
     folder.check_data(_data_facts(sim.federation))
     if saved is not None:
         sim.restore(saved)
-    write_atomic(path / "config.toml", config.toml().encode())
     known = sim.now.round
-    if sim.now.round < config.train.rounds:
-        (path / "summary.json").unlink(missing_ok=True)  # of fewer rounds; it is written again at the end
-        if sim.now.finished:
-            sim.reopen()
-            known -= 1  # that row was measured after the last stage
+    more = known < config.train.rounds
+    if more and sim.now.finished:
+        sim.reopen()
+        known -= 1  # that row was measured after the last stage
     folder.cut_metrics(known)
+    write_atomic(path / "config.toml", config.toml().encode())
+    if more:
+        (path / "summary.json").unlink(missing_ok=True)  # of fewer rounds; it is written again at the end
+    elif (path / "summary.json").is_file():
+        say(f"{path} was finished already: nothing is left to train; --set train.rounds=N adds rounds")
     return Run(folder, config), sim
-
-
-def newest_path(path: Path) -> Path:
-    found = [p for p in path.parent.glob(f"{path.name}*") if re.fullmatch(re.escape(path.name) + r"(-\d+)?", p.name)]
-    if not found:
-        raise InputError(f"nothing to resume: there is no {path}; name the folder with --out")
-    return max(found, key=lambda p: p.stat().st_mtime)
 
 
 def summary_of(run: Run, federation: Federation, clients: int, device: torch.device, row: dict[str, Any]) -> Any:

@@ -14,12 +14,13 @@ import typer
 import typer.core
 
 from . import __version__, standings, tables
-from .api import Run, default_source, load, train
+from .api import Run, load, train
 from .compare import compare
 from .config import parse_grid, parse_setting, presets, resolve
 from .console import AsJson, out, print_json, say, tell
 from .data.commands import app as data_app
 from .errors import InputError, RunError
+from .folders import default_source
 from .machine import keep_memory
 from .methods import REGISTRY, method_sizes
 from .models import BACKBONES, count_groups
@@ -200,7 +201,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Test every client's personal model."""
-    opened = load(run, data=data, device=device)
+    opened = load(run, data=data, device=device, say=say)
     names = [s.strip() for s in on.split(",") if s.strip()]
     if not names:
         raise InputError("--on: name at least one test set, such as local,global")
@@ -222,7 +223,7 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """What one client's personal model sees in images."""
-    found = load(run, data=data, device=device).predict(client, images)
+    found = load(run, data=data, device=device, say=say).predict(client, images)
     if as_json:
         print_json(found)
         return
@@ -238,7 +239,7 @@ def export(
     data: DataPath = None,
 ) -> None:
     """A client's personal adapter (or merged model) as one file."""
-    load(run, data=data).export(client, out_file, merged)
+    load(run, data=data, say=say).export(client, out_file, merged)
     tell(f"wrote {out_file}")
 
 

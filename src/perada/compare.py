@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from . import standings
-from .api import Run, default_source, free_path, load, newest_path, resumable, source_name, train
+from .api import Run, load, train
 from .config import Config, resolve
 from .data import Federation, build_federation
 from .errors import InputError, Interrupted, RunError
+from .folders import default_source, free_path, newest_path, resumable, source_name, whole_name
 from .lanes import Pool
 from .plan import (
     absolute,
@@ -29,7 +30,6 @@ from .plan import (
     settings_for,
     shared_backbone,
     whole,
-    whole_name,
     working_in,
     write_plan,
 )
@@ -292,4 +292,4 @@ def _train(
         raise Interrupted(found.path) from stop
     except RunError as error:
         more = f"perada compare --out {shlex.quote(str(found.path))} --resume"
-        raise RunError(f"{name}: {str(error).partition('; the last')[0]}; what is finished is saved: {more}") from error
+        raise RunError(f"{name}: {error.what}", f"what is finished is saved: {more}") from error

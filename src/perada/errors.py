@@ -9,8 +9,17 @@ class InputError(Exception):
     """The user asked for something impossible; the message says what to do. Exit code 2."""
 
 
+class Damaged(InputError):
+    """A file is not what was written."""
+
+
 class RunError(Exception):
-    """Work started and could not finish; the message says what was saved. Exit code 1."""
+    """Work started and could not finish; the message says what went wrong (`what`), and then what was saved and how to
+    go on. Exit code 1."""
+
+    def __init__(self, what: str, then: str = "") -> None:
+        super().__init__(f"{what}; {then}" if then else what)
+        self.what = what
 
 
 class Interrupted(KeyboardInterrupt):

@@ -13,6 +13,7 @@ from typing import Any
 from .config import Config, resolve
 from .data import Federation, build_federation
 from .errors import InputError, unknown
+from .folders import whole_name
 from .lanes import Pool
 from .methods import REGISTRY, hyperparameters
 from .rounds import Progress, run
@@ -100,11 +101,6 @@ def again(path: Path, plan: Mapping[str, Any], source: str | None, overrides: Ma
         if key not in MOVED and (key not in plan["set"] or plan["set"][key] != value):
             raise InputError(f"{path} was made with another {key}: resume it without it, or choose another --out")
     return held
-
-
-def whole_name(source: str) -> str:
-    """A preset's name, or a file's whole path."""
-    return str(Path(source).expanduser().absolute()) if source.endswith(".toml") else source
 
 
 def check_all(configs: Iterable[Config]) -> Federation:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from .errors import InputError, RunError
+from .errors import Damaged, InputError
+from .jsonfiles import fits, read_object, read_rows
 from .lanes import State
 
 try:
@@ -129,6 +131,19 @@ def load_state(path: Path) -> State:
     return State(params, buffers)
 
 
+def _empty(path: Path) -> None:
+    """Its config goes last: killed on the way, it still is a run, which can be replaced."""
+    for part in sorted(path.iterdir(), key=lambda p: p.name == "config.toml"):
+        if part.is_dir() and not part.is_symlink():
+            shutil.rmtree(part)
+        else:
+            part.unlink()
+
+
+def _round(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("round-"))
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """What a finished round leaves behind; one state a client, none where clients keep nothing."""
@@ -152,25 +167,29 @@ class RunFolder:
         """Refuse a path that must not be written to."""
         try:
             path.lstat()
+            names = {p.name for p in path.iterdir()} if path.is_dir() else None
         except FileNotFoundError:
             return
         except OSError as error:
             raise InputError(f"cannot write to {path}: {error.strerror}") from error
-        if not path.is_dir():
+        if names is None:
             raise InputError(f"{path} is a file: choose another --out")
-        if any(path.iterdir()):
-            if not overwrite:
-                raise InputError(f"{path} exists: --resume continues it, --overwrite replaces it, --out picks another")
-            if not (path / "config.toml").is_file() or {p.name for p in path.iterdir()} - PARTS:
-                raise InputError(f"{path} holds more than a run, so it is not overwritten: choose another --out")
+        if names and not (path / "config.toml").is_file():
+            raise InputError(f"{path} exists and is no run, so it is not overwritten: choose another --out")
+        if names and not overwrite:
+            raise InputError(f"{path} exists: --resume continues it, --overwrite replaces it, --out picks another")
+        if {n for n in names if not (n[0] == "." and n.endswith(".part"))} - PARTS:  # a kill leaves such a part
+            raise InputError(f"{path} holds more than a run, so it is not overwritten: choose another --out")
 
     @classmethod
     def create(cls, path: Path, config_toml: str, overwrite: bool) -> RunFolder:
+        """A new run. The folder of one that is replaced stays, for a lock is on it."""
         cls.check(path, overwrite)
         try:
             if path.exists():
-                shutil.rmtree(path)
-            path.mkdir(parents=True)
+                _empty(path)
+            else:
+                path.mkdir(parents=True)
             write_atomic(path / "config.toml", config_toml.encode())
         except OSError as error:
             raise InputError(f"cannot write to {path}: {error.strerror}") from error
@@ -192,14 +211,7 @@ class RunFolder:
             os.fsync(f.fileno())
 
     def metrics(self) -> list[dict[str, Any]]:
-        path = self.path / "metrics.jsonl"
-        rows = []
-        for line in path.read_text("utf8", "replace").splitlines() if path.is_file() else []:
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break  # a line cut off by a kill; nothing follows it
-        return rows
+        return read_rows(self.path / "metrics.jsonl", {"round": int})
 
     def cut_metrics(self, after: int) -> None:
         """Forget what was measured after round `after`: it will be measured again."""
@@ -209,16 +221,18 @@ class RunFolder:
     def write_json(self, name: str, value: object) -> None:
         write_atomic(self.path / name, (json.dumps(jsonable(value), indent=1) + "\n").encode())
 
-    def data_facts(self) -> dict[str, Any]:
-        """What was noted about the data when the run began."""
-        path = self.path / "data.json"
-        found: dict[str, Any] = json.loads(path.read_text("utf8")) if path.is_file() else {}
+    def about(self) -> dict[str, Any]:
+        """What data.json says of the data and the preset or file that the run was made with; empty without it."""
+        path, mend = self.path / "data.json", "delete it if the data are those that the run was made with"
+        found = read_object(path, {"classes": list, "clients": dict}, mend) if path.is_file() else {}
+        if "source" in found and not fits(found["source"], {"name": str, "settings": dict}):
+            raise Damaged(f"{path} is damaged: {mend}")
         return found
 
     def check_data(self, facts: Mapping[str, Any]) -> None:
         """Refuse data that are not those the run was made with: a client's model would be another's."""
-        known = self.data_facts() or facts
-        if known == json.loads(json.dumps({k: facts[k] for k in known})):  # older runs noted less
+        known = {k: v for k, v in self.about().items() if k != "source"} or facts
+        if known == json.loads(json.dumps({k: facts.get(k) for k in known})):  # older runs noted less
             return
         old, new = known["clients"], facts["clients"]
         gone, more = [n for n in old if n not in new], [n for n in new if n not in old]
@@ -235,8 +249,9 @@ class RunFolder:
         path = self.path / "summary.json"
         if not path.is_file():
             raise InputError(f"{self.path} has no summary yet: finish it with --resume")
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
+        kinds = {"round": int, "method": str, "data": str, "metric": str, "parameters": dict}
+        again = f"perada train --out {shlex.quote(str(self.path))} --resume"
+        return read_object(path, kinds, f"write it again with {again}")
 
     # checkpoints
 
@@ -273,7 +288,7 @@ class RunFolder:
             sync_folder(self.checkpoints)
             shutil.rmtree(aside, ignore_errors=True)
         except OSError as error:
-            raise RunError(f"cannot write {target}: {error.strerror}; the checkpoint before it is whole") from error
+            raise OSError(f"cannot write {target}: {error.strerror}") from error
         self._hashes, self._newest = hashes, target
         for old in self._found()[:-KEEP]:
             shutil.rmtree(old)
@@ -292,8 +307,16 @@ class RunFolder:
             target = self.checkpoints / aside.name.removeprefix(".").removesuffix(".old")
             if not target.exists():  # killed between the two names: the old checkpoint is the whole one
                 os.replace(aside, target)
+        return self._named()
+
+    def _named(self) -> list[Path]:
         found = self.checkpoints.glob("round-*") if self.checkpoints.is_dir() else ()
-        return sorted(found, key=lambda p: int(p.name.removeprefix("round-")))
+        return sorted((p for p in found if p.name.removeprefix("round-").isdecimal()), key=_round)
+
+    def newest_round(self) -> int | None:
+        """Of the newest checkpoint, by its name alone."""
+        found = self._named()
+        return _round(found[-1]) if found else None
 
     def load(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest whole checkpoint, and a line about each damaged one passed over."""
@@ -308,7 +331,8 @@ class RunFolder:
         return None, warnings
 
     def _read(self, path: Path) -> Checkpoint:
-        note = json.loads((path / "state.json").read_text())
+        kinds = {"round": int, "sha256": dict, "note": dict}
+        note = read_object(path / "state.json", kinds, "it is not what was written")
         for name, digest in note["sha256"].items():
             if hashlib.sha256((path / name).read_bytes()).hexdigest() != digest:
                 raise InputError(f"{name} does not match its checksum")

@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .api import default_source, free_path, newest_path, resumable, source_name
 from .config import Config, resolve, toml_value, tune_grid
 from .data import Federation
 from .errors import InputError, unknown
+from .folders import default_source, free_path, newest_path, resumable, source_name, whole_name
+from .jsonfiles import read_rows
 from .lanes import Pool
 from .methods import grids, hyperparameters
 from .plan import (
@@ -30,7 +31,6 @@ from .plan import (
     settings_for,
     validated,
     whole,
-    whole_name,
     working_in,
     write_plan,
 )
@@ -58,8 +58,8 @@ class Search:
         return read_plan(self.path, PLAN, "search")
 
     def results(self) -> list[dict[str, Any]]:
-        path = self.path / "results.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        kinds = {"method": str, "settings": dict, "local_val": float | None}
+        return read_rows(self.path / "results.jsonl", kinds)
 
     def record(self, result: Mapping[str, Any]) -> None:
         lines = [json.dumps(r) + "\n" for r in [*self.results(), result]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
-from small import SMALL, flags
+from small import SMALL, damage, flags
 
 import perada
 from perada import cli
@@ -167,6 +168,38 @@ def test_report_writes_a_self_contained_page(
     before = (run / "report.html").read_bytes()
     said(capsys, "report", str(run))
     assert len((run / "report.html").read_bytes()) > 0.5 * len(before) > 0
+
+
+# A newest checkpoint that is damaged: an older round is used, and that is said.
+
+
+@pytest.fixture
+def damaged(run: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "damaged"
+    shutil.copytree(run, out)
+    damage(out / "checkpoints" / "round-0002" / "server.safetensors", "one bit")
+    return out
+
+
+def test_every_use_of_a_damaged_checkpoint_says_so(
+    damaged: Path, pngs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    for words in (
+        ["evaluate", str(damaged), "--json"],
+        ["predict", str(damaged), str(pngs[0]), "--client", "client-00", "--json"],
+        ["export", str(damaged), "--client", "client-00", "--out", str(tmp_path / "x.safetensors")],
+    ):
+        assert cli.main(words) == 0
+        found = capsys.readouterr()
+        assert "round-0002 is damaged and passed over" in found.err
+        if "--json" in words:
+            strict(found.out)
+
+
+def test_a_damaged_checkpoint_is_a_warning_in_python(damaged: Path) -> None:
+    with pytest.warns(UserWarning, match="round-0002 is damaged and passed over"):
+        perada.load(damaged).model("client-00")
 
 
 # The Python interface.

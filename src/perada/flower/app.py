@@ -117,8 +117,8 @@ def serve(
             _failed(diary, str(error))
             raise
         except OSError as error:  # a full disk, say
-            line = f"cannot write to {folder.path}: {error.strerror or error}; the last round is saved: make room, then"
-            _failed(diary, line := f"{line} run it again with resume=true")
+            what = f"cannot write to {folder.path}: {error.strerror}" if error.strerror else str(error)
+            _failed(diary, line := f"{what}; what was saved is whole: make room, then run it again with resume=true")
             raise RunError(line) from error
     return folder.path
 

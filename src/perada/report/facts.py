@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
+from ..errors import Damaged, InputError
 from ..methods import method_sizes
 from ..models import count_groups
 
@@ -139,7 +139,9 @@ def _facts(run: Run, label: str, holdings: Holdings | None, problem: str) -> Fac
     try:
         last = run.summary
         finished = last["round"] >= run.config.train.rounds
-    except InputError:
+    except Damaged:
+        raise
+    except InputError:  # there is none yet
         pass
     metric = last.get("metric") or ("auc" if holdings and holdings.multilabel else "accuracy")
     return Facts(

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config import Config, resolve
 from ..distill import STATISTICS
+from ..runs import RunFolder
 from .plans import Experiment, experiments
 from .running import State, state_of
 
@@ -25,7 +26,7 @@ def overview(experiment: Experiment, root: Path, out: Path, known: Mapping[Kind,
     begun, seconds, measured = dict[str, list[int]](), 0.0, True
     for name in state.left:
         config = state.configs.get(name) or _likely(experiment, name)
-        rounds, done = config.train.rounds, _newest(out / experiment.name / name)
+        rounds, done = config.train.rounds, RunFolder(out / experiment.name / name).newest_round() or 0
         if done:
             begun[name] = [done, rounds]
         factor = known.get((experiment.preset, config.method_name))
@@ -90,8 +91,3 @@ def expected(experiment: Experiment, config: Config) -> float:
 def _likely(experiment: Experiment, name: str) -> Config:
     """Of a run whose settings hang on a choice that is not made yet."""
     return resolve(experiment.preset, {**experiment.settings, **experiment.trial(name).settings})
-
-
-def _newest(run: Path) -> int:
-    """The round of its newest checkpoint, by the name alone."""
-    return max((int(p.name.removeprefix("round-")) for p in (run / "checkpoints").glob("round-*")), default=0)

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..api import load, resumable, train
+from ..api import load, train
 from ..config import Config, resolve
 from ..data import VALIDATION, Federation
 from ..errors import InputError, Interrupted, RunError, unknown
+from ..folders import resumable
 from ..lanes import Pool
 from ..plan import check_all, keep_backbone, once, shared_backbone, validated
 from ..rounds import Progress
@@ -254,10 +255,8 @@ class _Work:
                 return  # it is saved: the same command goes on from there
             raise Interrupted(self.home) from stop
         except RunError as error:
-            reason = str(error).partition("; the last")[0]
-            raise RunError(
-                f"{name}: {reason}; what is finished is saved: the same command goes on from there"
-            ) from error
+            then = "what is finished is saved: the same command goes on from there"
+            raise RunError(f"{name}: {error.what}", then) from error
         trial, federation = self.state.experiment.trial(name), self.federation
         assert federation is not None
         weights = None if config.model.weights in results.OWN_WEIGHTS else self._weights(name, config)
