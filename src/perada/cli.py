@@ -22,6 +22,7 @@ from .errors import InputError, RunError
 from .machine import keep_memory
 from .methods import REGISTRY, method_sizes
 from .models import BACKBONES, count_groups
+from .notes import about_data
 from .report import write_partition, write_report
 from .reproduce.commands import app as reproduce_app
 from .runs import device_of
@@ -267,6 +268,8 @@ def partition(
         overrides["data.root"] = data
     config = resolve(source or default_source(data), overrides)
     federation = build_federation(config.data, device_of("cpu"))
+    for line in about_data(federation):
+        say(line)
     if out_file is not None:
         write_partition(federation, out_file)
     if as_json:

@@ -122,9 +122,12 @@ def test_an_unreadable_file_is_named(sites: Path) -> None:
         folder(str(sites), 8, skip_bad=False)
     source = folder(str(sites), 8, skip_bad=True)
     assert len(source.images) == len(source.targets) == 20
+    assert source.skipped == (str(sites / "north" / "cat" / "bad.png"),)
     for i in range(5):
         (sites / "south" / "dog" / f"bad{i}.jpg").write_bytes(b"")
-    with pytest.raises(InputError, match="and 3 more"):
+    with pytest.raises(
+        InputError, match=r"cannot read 6 of 26 images, \S+bad\.png, .*and 1 more: .*data\.skip_bad=true"
+    ):
         folder(str(sites), 8, skip_bad=False)
 
 

@@ -327,7 +327,14 @@ def test_unreadable_files_are_named_and_passed_over_where_that_is_asked_for(
     assert tree(tmp_path) == before
     found = strict(said(capsys, "partition", *chosen, "--set", "data.skip_bad=true", "--json"))
     assert sum(c["train"] + c["val"] + c["test"] for c in found["clients"]) == 45
-    assert cli.main(["train", *chosen, "--set", "data.skip_bad=true", "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    for n in range(20):  # however many they are
+        (flat / "cow" / f"cut-{n:02d}.png").write_bytes(b"")
+    bad = [*(flat / "bee" / name for name in ("first.png", "second.jpg")), *sorted(flat.glob("cow/cut-*"))]
+    for command in (["train", *chosen, "--out", str(tmp_path / "run")], ["partition", *chosen]):
+        assert cli.main([*command, "--set", "data.skip_bad=true"]) == 0
+        lines = capsys.readouterr().err.splitlines()
+        assert [p for p in bad if sum(f"cannot read {p}: skipped" in line for line in lines) != 1] == [], command[0]
 
 
 BAD_TABLES = {

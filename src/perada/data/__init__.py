@@ -151,6 +151,7 @@ def build_federation(options: DataOptions, device: torch.device, source: Source 
         server_val=server,
         augment=AUGMENT[options.augment],
         stream=stream,
+        skipped=source.skipped,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..errors import InputError
 from .arrays import SPLITS
 from .federation import Source
-from .images import IMAGENET, Mask, decode, require_files
+from .images import IMAGENET, Mask, decode, require_files, unread
 
 KNOWN = ("path", "site", "split")
 _BINARY = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}
@@ -72,7 +72,8 @@ def manifest(
     images, kept = decode(files, table.file.parent, size, skip_bad)
     site = np.array(table.columns["site"])[kept] if "site" in table.columns else None
     test, val = (_mask(splits, name, kept) for name in ("test", "val"))
-    return Source(table.file.stem, images, targets[kept], classes, *IMAGENET, test=test, site=site, val=val)
+    source = Source(table.file.stem, images, targets[kept], classes, *IMAGENET, test=test, site=site, val=val)
+    return replace(source, skipped=unread(files, kept))
 
 
 def _read(file: Path) -> _Table:
