@@ -65,8 +65,13 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def image_files(base: Path) -> list[Path]:
-    """Every image file below a folder, in a fixed order."""
-    return sorted(p for p in base.rglob("*") if p.suffix.lower() in ENDINGS and p.name[0] != "." and p.is_file())
+    """Every image file below a folder, in a fixed order; nothing that is hidden, or in a hidden folder below it."""
+    found = (p for p in base.rglob("*") if p.suffix.lower() in ENDINGS and not _hidden(p.relative_to(base)))
+    return sorted(p for p in found if p.is_file())
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def decode(
