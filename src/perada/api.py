@@ -244,11 +244,12 @@ def train(
 
 
 def _data_facts(federation: Federation) -> dict[str, Any]:
-    """What a run must find again to be opened: who holds how much of which classes."""
+    """What a run must find again to be opened: who holds which images, and how much of which classes."""
     return {
         "classes": list(federation.classes),
         "image": list(federation.images.shape[1:]),
         "clients": {c.name: [len(c.train), len(c.val), len(c.test)] for c in federation.clients},
+        "split": federation.fingerprint,
     }
 
 
@@ -265,6 +266,7 @@ class _Folder:
 
 def _pretrain(inner: Simulation, folder: RunFolder, on_round: Callable[[Progress], None]) -> None:
     """FedAvg pretraining as a run inside the run, so that it is saved and resumed like any other."""
+    folder.write_json("data.json", _data_facts(inner.federation))  # what a kill in here must find again
     home = RunFolder(folder.path / "pretrain")
     saved, _ = home.load()
     if saved is not None:
@@ -320,8 +322,9 @@ def _resume(
         say(line)
     if saved is not None and saved.round > config.train.rounds:
         raise InputError(f"{path} has {saved.round} rounds already: train.rounds={config.train.rounds} would undo some")
+    federation = federation or build_federation(config.data, device_of(config.run.device))
+    folder.check_data(_data_facts(federation))
     sim = prepare(config, folder.backbone, say, federation, pretrain=lambda inner: _pretrain(inner, folder, on_round))
-    folder.check_data(_data_facts(sim.federation))
     if saved is not None:
         sim.restore(saved)
     write_atomic(path / "config.toml", config.toml().encode())

@@ -210,9 +210,10 @@ class RunFolder:
         write_atomic(self.path / name, (json.dumps(jsonable(value), indent=1) + "\n").encode())
 
     def check_data(self, facts: Mapping[str, Any]) -> None:
-        """Refuse data that are not those the run was made with: a client's model would be another's."""
+        """Refuse data that are not those the run was made with: a client's model would be another's, or tested on
+        what it was trained on. What an older version did not write is not asked for."""
         path = self.path / "data.json"
-        known = json.loads(path.read_text("utf8")) if path.is_file() else facts
+        known = {**facts, **(json.loads(path.read_text("utf8")) if path.is_file() else {})}
         if known == json.loads(json.dumps(facts)):
             return
         old, new = known["clients"], facts["clients"]
@@ -221,6 +222,8 @@ class RunFolder:
         what += [f"{n!r} has other samples" for n in old if n in new and old[n] != new[n]][:1]
         if known["classes"] != list(facts["classes"]):
             what = ["other classes"]
+        if not what and known["image"] == list(facts["image"]):
+            what = ["files renamed or exchanged, so that training images would be test images"]
         raise InputError(
             f"the data are not those that {self.path} was made with ({', '.join(what) or 'other images'}): "
             "give the old ones with --data, or train again"

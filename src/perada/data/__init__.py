@@ -22,7 +22,7 @@ from .folder import folder, unlabelled
 from .images import IMAGENET, Pixels, read_image, resized
 from .manifest import manifest
 from .office import office_home
-from .split import split
+from .split import fingerprint, split
 from .testsets import named_sets
 
 __all__ = [
@@ -152,6 +152,7 @@ def build_federation(options: DataOptions, device: torch.device, source: Source 
         augment=AUGMENT[options.augment],
         stream=stream,
         skipped=source.skipped,
+        fingerprint=fingerprint(source, clients, server),
     )
 
 

@@ -28,7 +28,8 @@ class Source:
 
     images uint8 `[N, C, H, W]` (C is 1 or 3); targets int64 `[N]`, or uint8 `[N, labels]` for multi-label data.
     `test` marks the official test images where a data set has them, `val` those declared for validation; `site`
-    names each sample's owner where the data come with owners; `skipped` are the files that could not be read.
+    names each sample's owner where the data come with owners; `names` are those of the images' files, where there are
+    files, and `skipped` the files that could not be read.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Source:
     test: NDArray[np.bool_] | None = None
     site: NDArray[np.str_] | None = None
     val: NDArray[np.bool_] | None = None
+    names: tuple[str, ...] | None = None
     skipped: tuple[str, ...] = ()
 
     @property
@@ -70,6 +72,7 @@ class Federation:
     augment: Augment | None = None  # random views, in training
     stream: bool = False  # whether images are fetched batch by batch, one ahead
     skipped: tuple[str, ...] = ()  # files that could not be read
+    fingerprint: str = ""  # of who holds which images (`split.fingerprint`)
 
     @property
     def multilabel(self) -> bool:

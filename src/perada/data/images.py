@@ -102,6 +102,13 @@ def unread(files: Sequence[Path], kept: Mask) -> tuple[str, ...]:
     return tuple(str(path) for path, good in zip(files, kept, strict=True) if not good)
 
 
+def names_of(files: Sequence[Path], kept: Mask) -> tuple[str, ...]:
+    """The files that were read, by names that stay the same when all are moved together."""
+    whole = [os.path.abspath(path) for path, good in zip(files, kept, strict=True) if good]
+    top = os.path.commonprefix(whole).rfind(os.sep) + 1  # noqa: RUF071 (cut at a folder's end)
+    return tuple(name[top:].replace(os.sep, "/") for name in whole)
+
+
 def resized(images: Pixels, size: int, key: Iterable[str] | None = None) -> Pixels:
     """`[n, 3, h, w]` or `[n, 1, h, w]` -> `[n, 3, size, size]` by antialiased bicubic scaling, cached.
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..errors import InputError
 from .arrays import SPLITS
 from .federation import Source
-from .images import IMAGENET, Mask, decode, require_files, unread
+from .images import IMAGENET, Mask, decode, names_of, require_files, unread
 
 KNOWN = ("path", "site", "split")
 _BINARY = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}
@@ -73,7 +73,7 @@ def manifest(
     site = np.array(table.columns["site"])[kept] if "site" in table.columns else None
     test, val = (_mask(splits, name, kept) for name in ("test", "val"))
     source = Source(table.file.stem, images, targets[kept], classes, *IMAGENET, test=test, site=site, val=val)
-    return replace(source, skipped=unread(files, kept))
+    return replace(source, names=names_of(files, kept), skipped=unread(files, kept))
 
 
 def _read(file: Path) -> _Table:
