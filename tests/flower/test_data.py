@@ -115,6 +115,18 @@ def test_a_public_test_set_at_the_server_and_at_a_site(tmp_path: Path) -> None:
     assert (found["east"], found["north"]) == (None, None)
 
 
+def test_a_site_with_one_training_image_takes_no_part(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its own log says why; untrained, it would only pull the others back."""
+    world = make_world(tmp_path, {"hello_s": 0.2}, train__rounds=1)
+    held = dict(np.load(tmp_path / "north" / "data.npz"))
+    np.savez(tmp_path / "north" / "data.npz", **{k: v if k == "classes" else v[:1] for k, v in held.items()})
+    path, grid = run(world)
+    assert "site north: error: each site needs 2 training images, but north has 1" in capfd.readouterr().err
+    refused = [e["detail"] for e in events(path) if e["event"] == "refused"]
+    assert refused == ["node 2: north: bad input at the site, see its log"]
+    assert {s for _, s, k, _, _ in grid.log if k == "train"} == {"east", "west"}
+
+
 def test_a_site_says_what_it_takes_part_in(tmp_path: Path) -> None:
     world = make_world(tmp_path, {"hello_s": 0.2}, train__rounds=1, method__name="mtl")
     edit(tmp_path / "west" / "site.toml", ("device", 'methods = ["perada", "ditto"]\ndevice'))
