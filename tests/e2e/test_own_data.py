@@ -397,6 +397,25 @@ def test_unreadable_files_are_named_and_passed_over_where_that_is_asked_for(
         assert [p for p in bad if sum(f"cannot read {p}: skipped" in line for line in lines) != 1] == [], command[0]
 
 
+@pytest.mark.parametrize("lacks", ["test images", "another class", "nothing"])
+def test_what_the_data_lack_is_said_before_the_training(
+    lacks: str, flat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if lacks == "another class":
+        for name in ("bee", "cow"):
+            shutil.rmtree(flat / name)
+    share = 0.0 if lacks == "test images" else 0.2
+    chosen = words(data__partition="iid", data__clients=2, data__test=share, model__weights="fedavg")
+    assert cli.main(["train", "folder", "--data", str(flat), *chosen, "--out", str(tmp_path / "run")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    found = [line for line in lines if line.startswith("warning: ")]
+    wanted = {"test images": "nobody has test images", "another class": "every image is of class 'ant'"}
+    assert [wanted[lacks] in line for line in found] == [True] if lacks in wanted else found == []
+    if found:
+        pretraining = next(i for i, line in enumerate(lines) if line.startswith("pretraining"))
+        assert lines.index(found[0]) < pretraining, "before the work begins"
+
+
 BAD_TABLES = {
     "no path": ("file,site,label", "0.png,a,cat", "no column 'path'"),
     "no label": ("path,site", "0.png,a", "no column 'label'"),

@@ -151,6 +151,7 @@ def build_federation(options: DataOptions, device: torch.device, source: Source 
         augment=AUGMENT[options.augment],
         stream=stream,
         skipped=source.skipped,
+        tested=any(len(c.test) for c in clients),
         fingerprint=fingerprint(source, clients, server),
     )
 

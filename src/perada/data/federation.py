@@ -72,6 +72,7 @@ class Federation:
     augment: Augment | None = None  # random views, in training
     stream: bool = False  # whether images are fetched batch by batch, one ahead
     skipped: tuple[str, ...] = ()  # files that could not be read
+    tested: bool = True  # whether anybody has test images: to be asked where those must not be touched
     fingerprint: str = ""  # of who holds which images (`split.fingerprint`)
 
     @property
