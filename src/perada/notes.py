@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from .config import Config
 from .data import Federation
+from .methods import Method
 
 
 def about_data(federation: Federation) -> list[str]:
@@ -14,3 +16,11 @@ def about_data(federation: Federation) -> list[str]:
         name = federation.classes[int(federation.targets[0])]
         lines.append(f"warning: every image is of class {name!r}: any model is right, there is nothing to learn")
     return lines
+
+
+def about_settings(config: Config, method: Method) -> list[str]:
+    """Settings that are given and change nothing."""
+    distill = config.distill
+    if not method.parts.distils or distill.steps or distill.data == "none":
+        return []
+    return [f"warning: distill.steps is 0: nothing is distilled, and distill.data={distill.data} is not used"]

@@ -416,6 +416,25 @@ def test_what_the_data_lack_is_said_before_the_training(
         assert lines.index(found[0]) < pretraining, "before the work begins"
 
 
+def test_public_images_that_are_not_used_are_said_to_be(
+    flat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The preset's distill.steps is 0."""
+    for i in range(4):
+        picture(tmp_path / "pub" / f"{i}.png", i)
+    chosen = ["folder", "--data", str(flat), *words(data__partition="iid", data__clients=2)]
+    public = ["--set", f"distill.data={tmp_path / 'pub'}"]
+    for n, (more, said_so) in enumerate(
+        [([], 0), (public, 1), ([*public, "--set", "distill.steps=1"], 0), ([*public, "--method", "fedavg"], 0)]
+    ):
+        capsys.readouterr()
+        assert cli.main(["train", *chosen, *more, "--out", str(tmp_path / f"run-{n}")]) == 0
+        lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+        assert [f"nothing is distilled, and distill.data={tmp_path / 'pub'}" in line for line in lines] == [
+            True
+        ] * said_so
+
+
 BAD_TABLES = {
     "no path": ("file,site,label", "0.png,a,cat", "no column 'path'"),
     "no label": ("path,site", "0.png,a", "no column 'label'"),
