@@ -171,14 +171,23 @@ def write_weights(out: Path, held: Mapping[str, Tensor], config: Config, client:
 
 def load(path: str | Path, *, data: str | None = None, device: str = "auto") -> Run:
     """Open a run folder, on this machine's device; `data` says where your own images are now, if they moved."""
+    not_empty("--data", data)
     folder = RunFolder.open(Path(path))
     moved = {"run.device": device} | ({"data.root": data} if data is not None else {})
     return Run(folder, resolve(str(folder.path / "config.toml"), moved))
 
 
-def default_source(data: str | None) -> str:
-    """The preset where none is named: your own data where a path to some is given."""
-    return "digits" if data is None else "folder"
+def chosen_source(source: str | None, data: str | None) -> str:
+    """The preset or file that is named; where none is, your own data where a path to some is given."""
+    not_empty("PRESET", source)
+    not_empty("--data", data)
+    return source or ("digits" if data is None else "folder")
+
+
+def not_empty(what: str, word: str | None) -> None:
+    """Refuse what a shell makes of a variable that is not set: it must not mean the default."""
+    if word is not None and not str(word).strip():
+        raise InputError(f"{what} is empty (a shell variable that is not set?): give it a value, or leave it out")
 
 
 def source_name(source: str) -> str:
@@ -213,7 +222,7 @@ def train(
     `federation` saves loading the same data again, where several runs share them; `backbone` is what FedAvg
     pretraining (`model.weights=fedavg`) gave an earlier run; `pool` trains its lanes together with other runs'.
     """
-    source = source or default_source(data)
+    source = chosen_source(source, data)
     overrides = dict(set or {})
     for key, value in (("method.name", method), ("data.root", data), ("run.seed", seed), ("run.device", device)):
         if value is not None:

@@ -13,7 +13,7 @@ import typer
 import typer.core
 
 from . import __version__, standings, tables
-from .api import Run, default_source, load, train
+from .api import Run, chosen_source, load, train
 from .compare import compare
 from .config import parse_grid, parse_setting, presets, resolve
 from .console import AsJson, out, print_json, say, tell
@@ -263,10 +263,10 @@ def partition(
     """Who holds what, and how unlike the clients are."""
     from .data import build_federation
 
-    overrides = _overrides(sets)
+    source, overrides = chosen_source(source, data), _overrides(sets)
     if data is not None:
         overrides["data.root"] = data
-    config = resolve(source or default_source(data), overrides)
+    config = resolve(source, overrides)
     federation = build_federation(config.data, device_of("cpu"))
     for line in about_data(federation):
         say(line)
