@@ -24,10 +24,11 @@ from .errors import InputError, unknown
 from .evaluate import Scores, all_scores_on, personal_scores, scores_on
 from .folders import (
     NewFolder,
+    chosen_source,
     default_out,
-    default_source,
     made_from,
     newest_path,
+    not_empty,
     refuse_other,
     resumable,
 )
@@ -197,6 +198,7 @@ def write_weights(out: Path, held: Mapping[str, Tensor], config: Config, client:
 
 def load(path: str | Path, *, data: str | Path | None = None, device: str = "auto", say: Say = _warn) -> Run:
     """Open a run folder, on this machine's device; `data` says where your own images are now, if they moved."""
+    not_empty("--data", data)
     folder = RunFolder.open(Path(path))
     moved = {"run.device": device} | ({"data.root": str(data)} if data is not None else {})
     return Run(folder, resolve(str(folder.path / "config.toml"), moved), say, data is not None)
@@ -225,7 +227,7 @@ def train(
     pretraining (`model.weights=fedavg`) gave an earlier run; `pool` trains its lanes together with other runs'.
     """
     data = None if data is None else str(data)
-    given, source = source, source or default_source(data)
+    given, source = source, chosen_source(source, data)
     overrides = dict(set or {})
     for key, value in (("method.name", method), ("data.root", data), ("run.seed", seed), ("run.device", device)):
         if value is not None:
@@ -257,7 +259,7 @@ def train(
 
 
 def _data_facts(federation: Federation) -> dict[str, Any]:
-    """What a run must find again to be opened: who holds how much of which classes."""
+    """What a run must find again to be opened: who holds which images, and how much of which classes."""
     return {
         "classes": list(federation.classes),
         "image": list(federation.images.shape[1:]),
@@ -265,11 +267,13 @@ def _data_facts(federation: Federation) -> dict[str, Any]:
         "mean": list(federation.mean),
         "std": list(federation.std),
         "clients": {c.name: [len(c.train), len(c.val), len(c.test)] for c in federation.clients},
+        "split": federation.fingerprint,
     }
 
 
 def _pretrain(inner: Simulation, folder: RunFolder, on_round: Callable[[Progress], None]) -> None:
     """FedAvg pretraining as a run inside the run, so that it is saved and resumed like any other."""
+    folder.write_json("data.json", _data_facts(inner.federation))  # what a kill in here must find again
     home = RunFolder(folder.path / "pretrain")
     saved, _ = home.load()
     if saved is not None:
@@ -308,8 +312,9 @@ def _resume(
         say(line)
     if saved is not None and saved.round > config.train.rounds:
         raise InputError(f"{path} has {saved.round} rounds already: train.rounds={config.train.rounds} would undo some")
+    federation = federation or build_federation(config.data, device_of(config.run.device))
+    folder.check_data(_data_facts(federation))
     sim = prepare(config, folder.backbone, say, federation, pretrain=lambda inner: _pretrain(inner, folder, on_round))
-    folder.check_data(_data_facts(sim.federation))
     if saved is not None:
         sim.restore(saved)
     known = sim.now.round

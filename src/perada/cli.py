@@ -20,10 +20,11 @@ from .config import parse_grid, parse_setting, presets, resolve
 from .console import AsJson, out, print_json, say, tell
 from .data.commands import app as data_app
 from .errors import InputError, RunError
-from .folders import default_source
+from .folders import chosen_source
 from .machine import keep_memory
 from .methods import REGISTRY, method_sizes
 from .models import BACKBONES, count_groups
+from .notes import about_data
 from .report import write_partition, write_report
 from .reproduce.commands import app as reproduce_app
 from .runs import device_of
@@ -266,11 +267,13 @@ def partition(
     """Who holds what, and how unlike the clients are."""
     from .data import build_federation
 
-    overrides = _overrides(sets)
+    source, overrides = chosen_source(source, data), _overrides(sets)
     if data is not None:
         overrides["data.root"] = data
-    config = resolve(source or default_source(data), overrides)
+    config = resolve(source, overrides)
     federation = build_federation(config.data, device_of("cpu"))
+    for line in about_data(federation):
+        say(line)
     if out_file is not None:
         write_partition(federation, out_file)
     if as_json:

@@ -14,7 +14,7 @@ from .api import Run, load, train
 from .config import Config, resolve
 from .data import Federation, build_federation
 from .errors import InputError, Interrupted, RunError
-from .folders import default_source, free_path, newest_path, resumable, source_name, whole_name
+from .folders import chosen_source, free_path, newest_path, resumable, source_name, whole_name
 from .lanes import Pool
 from .plan import (
     absolute,
@@ -102,7 +102,8 @@ def compare(
             overrides[key] = value
     if seeds is not None and seeds < 1:
         raise InputError(f"--seeds must be at least 1, not {seeds}")
-    path = Path(out) if out is not None else Path("runs") / f"compare-{source_name(source or default_source(data))}"
+    chosen = chosen_source(source, data)
+    path = Path(out) if out is not None else Path("runs") / f"compare-{source_name(chosen)}"
     if out is None:
         path = newest_path(path) if resume else free_path(path)
     found = Comparison(path)
@@ -112,7 +113,7 @@ def compare(
         if resume:
             federation = _take_up(found, source, methods, seeds, overrides)
         else:
-            federation = _begin(found, source or default_source(data), choose_methods(methods), seeds or 1, overrides)
+            federation = _begin(found, chosen, choose_methods(methods), seeds or 1, overrides)
         _go_through(found, federation, jobs, moved(overrides), on_run, on_round, say)
     return found
 

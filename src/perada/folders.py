@@ -20,9 +20,17 @@ from .errors import InputError, Interrupted, RunError
 from .runs import RunFolder, locked
 
 
-def default_source(data: str | None) -> str:
-    """The preset where none is named: your own data where a path to some is given."""
-    return "digits" if data is None else "folder"
+def chosen_source(source: str | None, data: str | None) -> str:
+    """The preset or file that is named; where none is, your own data where a path to some is given."""
+    not_empty("PRESET", source)
+    not_empty("--data", data)
+    return source or ("digits" if data is None else "folder")
+
+
+def not_empty(what: str, word: str | Path | None) -> None:
+    """Refuse what a shell makes of a variable that is not set: it must not mean the default."""
+    if word is not None and not str(word).strip():
+        raise InputError(f"{what} is empty (a shell variable that is not set?): give it a value, or leave it out")
 
 
 def source_name(source: str) -> str:

@@ -230,9 +230,10 @@ class RunFolder:
         return found
 
     def check_data(self, facts: Mapping[str, Any]) -> None:
-        """Refuse data that are not those the run was made with: a client's model would be another's."""
-        known = {k: v for k, v in self.about().items() if k != "source"} or facts
-        if known == json.loads(json.dumps({k: facts.get(k) for k in known})):  # older runs noted less
+        """Refuse data that are not those the run was made with: a client's model would be another's, or tested on
+        what it was trained on. What an older version did not write is not asked for."""
+        known = {**facts, **{k: v for k, v in self.about().items() if k != "source"}}
+        if known == json.loads(json.dumps(facts)):
             return
         old, new = known["clients"], facts["clients"]
         gone, more = [n for n in old if n not in new], [n for n in new if n not in old]
@@ -240,6 +241,8 @@ class RunFolder:
         what += [f"{n!r} has other samples" for n in old if n in new and old[n] != new[n]][:1]
         if known["classes"] != list(facts["classes"]):
             what = ["other classes"]
+        if not what and known["image"] == list(facts["image"]):
+            what = ["files renamed or exchanged, so that training images would be test images"]
         raise InputError(
             f"the data are not those that {self.path} was made with ({', '.join(what) or 'other images'}): "
             "give the old ones with --data, or train again"

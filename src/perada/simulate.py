@@ -36,6 +36,7 @@ from .machine import free_memory
 from .methods import Finisher, Judge, Method, check_upload
 from .models import build_backbone, lane_model, load_into
 from .models.resnet import ResNet
+from .notes import about_data, about_settings
 from .runs import Checkpoint, RunFolder, device_of
 from .trainer import Trainer, sample_loss
 
@@ -260,6 +261,8 @@ def prepare(
     if to_train:
         check(config, federation, method)
     public = public_chunks(config, federation, method, device, dtype) if to_train else []
+    for line in (*about_data(federation), *about_settings(config, method)):
+        say(line)
     net = _backbone(config, federation, backbone, say, pretrain)
     sim = Simulation(config, federation, model_of(config, net, method, device), method, public)
     if isinstance(public, Chunks) and device.type == "cuda":

@@ -14,7 +14,7 @@ from typing import Any
 from .config import Config, resolve, toml_value, tune_grid
 from .data import Federation
 from .errors import InputError, unknown
-from .folders import default_source, free_path, newest_path, resumable, source_name, whole_name
+from .folders import chosen_source, free_path, newest_path, resumable, source_name, whole_name
 from .jsonfiles import read_rows
 from .lanes import Pool
 from .methods import grids, hyperparameters
@@ -131,7 +131,8 @@ def tune(
     for key, value in (("data.root", data), ("run.device", device)):
         if value is not None:
             overrides[key] = value
-    path = Path(out) if out is not None else Path("runs") / f"tune-{source_name(source or default_source(data))}"
+    chosen = chosen_source(source, data)
+    path = Path(out) if out is not None else Path("runs") / f"tune-{source_name(chosen)}"
     if out is None:
         path = newest_path(path) if resume else free_path(path)
     search = Search(path)
@@ -141,7 +142,7 @@ def tune(
         if resume:
             _take_up(search, source, methods, grid, overrides)
         else:
-            _begin(search, source or default_source(data), choose_methods(methods), overrides, dict(grid or {}))
+            _begin(search, chosen, choose_methods(methods), overrides, dict(grid or {}))
         _go_through(search, overrides, on_point, on_round, say)
     return search
 

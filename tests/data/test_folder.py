@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from helpers import CPU
 from PIL import Image
 
 from perada.data import DataOptions, build_federation, read_image
-from perada.data.folder import folder
+from perada.data.folder import folder, unlabelled
 from perada.errors import InputError
 
 
@@ -122,9 +123,12 @@ def test_an_unreadable_file_is_named(sites: Path) -> None:
         folder(str(sites), 8, skip_bad=False)
     source = folder(str(sites), 8, skip_bad=True)
     assert len(source.images) == len(source.targets) == 20
+    assert source.skipped == (str(sites / "north" / "cat" / "bad.png"),)
     for i in range(5):
         (sites / "south" / "dog" / f"bad{i}.jpg").write_bytes(b"")
-    with pytest.raises(InputError, match="and 3 more"):
+    with pytest.raises(
+        InputError, match=r"cannot read 6 of 26 images, \S+bad\.png, .*and 1 more: .*data\.skip_bad=true"
+    ):
         folder(str(sites), 8, skip_bad=False)
 
 
@@ -153,6 +157,21 @@ def test_hidden_files_that_look_like_images_are_passed_over(sites: Path) -> None
     """macOS leaves `._photo.png` beside photo.png on foreign disks: no image, and no reason to stop."""
     (sites / "north" / "cat" / "._0.png").write_bytes(b"\x00\x05\x16\x07")
     assert len(folder(str(sites), 8, skip_bad=False).images) == 20
+
+
+def test_hidden_folders_are_no_sites_and_no_classes(sites: Path, tmp_path: Path) -> None:
+    """Version control and tools keep pictures of their own beside the user's."""
+    wanted = folder(str(sites), 8, skip_bad=False)
+    for place in (".git/x", "north/.thumbnails", ".cache/a/b/c"):
+        save(sites / place / "a.png", colour(1, 2, 3))
+    found = folder(str(sites), 8, skip_bad=False)
+    assert found.classes == wanted.classes
+    assert found.site is not None
+    assert set(found.site.tolist()) == {"north", "south"}
+    assert len(found.images) == 20
+    assert len(unlabelled(str(sites), 8)) == 20
+    shutil.copytree(sites, tmp_path / ".mine" / "data")
+    assert len(folder(str(tmp_path / ".mine" / "data"), 8, skip_bad=False).images) == 20, "hidden is what is below"
 
 
 @pytest.mark.parametrize("depth", [1, 4])

@@ -158,7 +158,7 @@ def test_unreadable_images_are_remembered_and_refused_all_the_same(
     refused(lambda: load(files), "04.png", "07.png")
     for path in files:
         path.write_bytes(b"")
-    refused(lambda: load(files, skip_bad=True), "00.png", "and 17 more")
+    refused(lambda: load(files, skip_bad=True), "cannot read 20 of 20", "00.png", "and 15 more")
 
 
 def test_it_works_without_a_cache(cache: Path, files: list[Path], monkeypatch: Any, tmp_path: Path) -> None:
@@ -385,6 +385,8 @@ def test_manifest_of_several_labels(tmp_path: Path) -> None:
         (ROWS.replace("test", "tset"), ["row 3", "'tset'", "train, val or test"]),
         (ROWS.replace("png,a", "png,"), ["row 2", "site is blank"]),
         ("path,edema,age\npictures/0.png,1,1\npictures/1.png,0,37\n", ["row 3", "age is '37'", "0 or 1"]),
+        (ROWS.replace("2.png", "0.png"), ["row 5: pictures/0.png is in row 2 already"]),
+        (ROWS.replace("pictures/2.png", "pictures/../pictures/1.png"), ["row 5", "is in row 3 already"]),
         ("path,label\npictures/0.png\n", ["row 2", "1 values for 2 columns"]),
         ("path,label,label\n", ["first row"]),
         ("path,site,label\n", ["no images"]),

@@ -250,5 +250,20 @@ def test_a_site_that_only_tests_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     site = np.repeat(["here", "there"], 50)
     source = source_of(np.arange(100) % 2, site=site, test=site == "there")
     monkeypatch.setitem(data.SOURCES, "digits", lambda *_: source)
-    with pytest.raises(InputError, match="no training data at there"):
+    with pytest.raises(InputError, match="each site needs 2 training images, but there has 0: "):
         build_federation(DataOptions(partition="site"), CPU)
+
+
+def test_a_site_with_one_training_image_is_refused_as_in_every_other_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would not be trained, and what it was sent averaged in as if it were its own."""
+    for alone in (1, 2):
+        site = np.repeat(["here", "there"], [50, alone])
+        source = source_of(np.arange(50 + alone) % 2, site=site)
+        monkeypatch.setitem(data.SOURCES, "digits", lambda *_, source=source: source)
+        if alone == 1:
+            with pytest.raises(
+                InputError, match="2 training images, but there has 1: give it more images, leave it out"
+            ):
+                build_federation(DataOptions(partition="site"), CPU)
+        else:
+            assert [c.name for c in build_federation(DataOptions(partition="site"), CPU).clients] == ["here", "there"]

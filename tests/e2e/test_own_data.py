@@ -25,6 +25,8 @@ from small import tree
 
 import perada
 from perada import cli
+from perada.errors import Interrupted
+from perada.rounds import Progress
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "three_sites.py"
 TINY = {"model.backbone": "resnet8", "model.weights": "random", "data.size": 8, "train.rounds": 1, "train.epochs": 1}
@@ -200,6 +202,64 @@ def test_a_run_is_not_used_with_data_of_other_sites_or_classes(
     refused(capsys, "predict", str(run), "--client", "north", file, "--data", str(here))
 
 
+@pytest.mark.parametrize("kind", ["folder", "table", "absolute table", "arrays"])
+def test_a_run_is_not_used_with_another_split_of_as_many_images(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who holds out what goes by the order of the files: one new name, and training images are test images."""
+    here, out, other = tmp_path / "data", tmp_path / "run", tmp_path / "other"
+    source = _fifteen(here, kind)
+    assert cli.main(["train", "folder", "--data", str(source), *words(), "--out", str(out)]) == 0
+    before = said(capsys, "evaluate", str(out), "--json")
+    here.rename(other)
+    moved = _fifteen(other, kind) if kind == "absolute table" else other / source.relative_to(here)
+    assert said(capsys, "evaluate", str(out), "--data", str(moved), "--json") == before
+    _fifteen(other, kind, first="zzz")
+    line = refused(capsys, "evaluate", str(out), "--data", str(moved))
+    assert "files renamed or exchanged" in line
+    again = ["--resume", "--out", str(out), "--set", "train.rounds=2"]
+    assert refused(capsys, "train", "folder", "--data", str(moved), *again) == line
+    facts = json.loads((out / "data.json").read_text())
+    del facts["split"]  # as it was written before
+    (out / "data.json").write_text(json.dumps(facts))
+    assert strict(said(capsys, "evaluate", str(out), "--data", str(moved), "--json")), "older runs still open"
+
+
+def test_a_run_stopped_in_its_pretraining_does_not_go_on_with_other_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(progress: Progress) -> None:
+        assert progress.stage == "pretraining"
+        raise KeyboardInterrupt
+
+    root, out = _fifteen(tmp_path / "data", "folder"), tmp_path / "run"
+    settings = {**TINY, "model.weights": "fedavg", "model.pretrain_rounds": 2}
+    with pytest.raises(Interrupted):
+        perada.train("folder", data=str(root), set=settings, out=out, on_round=stop)
+    _fifteen(root, "folder", first="zzz")
+    assert "files renamed" in refused(capsys, "train", "folder", "--data", str(root), "--resume", "--out", str(out))
+
+
+def _fifteen(root: Path, kind: str, first: str = "00") -> Path:
+    """Two sites, two classes, 15 images of each; returns what --data is given. `first` names the first image."""
+    shutil.rmtree(root, ignore_errors=True)
+    held = [(site, name, n) for site in ("north", "south") for name in ("cat", "dog") for n in range(15)]
+    names = [Path(site, name, f"{n:02d}.png" if i else f"{first}.png") for i, (site, name, n) in enumerate(held)]
+    for i, path in enumerate(names):
+        picture(root / path, 3 * i)
+    if kind == "folder":
+        return root
+    if kind == "arrays":
+        y = np.array([name for _, name, _ in held])
+        y = np.roll(y, 1) if first != "00" else y
+        x = np.arange(60 * 64, dtype=np.uint8).reshape(60, 8, 8)
+        np.savez(root / "all.npz", images=x, labels=y, site=np.array([site for site, _, _ in held]))
+        return root / "all.npz"
+    listed = [root / path if kind == "absolute table" else path for path in sorted(names)]
+    rows = [[path, path.parts[-3], path.parts[-2]] for path in listed]
+    return table(root / "all.csv", [["path", "site", "label"], *rows])
+
+
 # Tables.
 
 
@@ -346,7 +406,52 @@ def test_unreadable_files_are_named_and_passed_over_where_that_is_asked_for(
     assert tree(tmp_path) == before
     found = strict(said(capsys, "partition", *chosen, "--set", "data.skip_bad=true", "--json"))
     assert sum(c["train"] + c["val"] + c["test"] for c in found["clients"]) == 45
-    assert cli.main(["train", *chosen, "--set", "data.skip_bad=true", "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    for n in range(20):  # however many they are
+        (flat / "cow" / f"cut-{n:02d}.png").write_bytes(b"")
+    bad = [*(flat / "bee" / name for name in ("first.png", "second.jpg")), *sorted(flat.glob("cow/cut-*"))]
+    for command in (["train", *chosen, "--out", str(tmp_path / "run")], ["partition", *chosen]):
+        assert cli.main([*command, "--set", "data.skip_bad=true"]) == 0
+        lines = capsys.readouterr().err.splitlines()
+        assert [p for p in bad if sum(f"cannot read {p}: skipped" in line for line in lines) != 1] == [], command[0]
+
+
+@pytest.mark.parametrize("lacks", ["test images", "another class", "nothing"])
+def test_what_the_data_lack_is_said_before_the_training(
+    lacks: str, flat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if lacks == "another class":
+        for name in ("bee", "cow"):
+            shutil.rmtree(flat / name)
+    share = 0.0 if lacks == "test images" else 0.2
+    chosen = words(data__partition="iid", data__clients=2, data__test=share, model__weights="fedavg")
+    assert cli.main(["train", "folder", "--data", str(flat), *chosen, "--out", str(tmp_path / "run")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    found = [line for line in lines if line.startswith("warning: ")]
+    wanted = {"test images": "nobody has test images", "another class": "every image is of class 'ant'"}
+    assert [wanted[lacks] in line for line in found] == [True] if lacks in wanted else found == []
+    if found:
+        pretraining = next(i for i, line in enumerate(lines) if line.startswith("pretraining"))
+        assert lines.index(found[0]) < pretraining, "before the work begins"
+
+
+def test_public_images_that_are_not_used_are_said_to_be(
+    flat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The preset's distill.steps is 0."""
+    for i in range(4):
+        picture(tmp_path / "pub" / f"{i}.png", i)
+    chosen = ["folder", "--data", str(flat), *words(data__partition="iid", data__clients=2)]
+    public = ["--set", f"distill.data={tmp_path / 'pub'}"]
+    for n, (more, said_so) in enumerate(
+        [([], 0), (public, 1), ([*public, "--set", "distill.steps=1"], 0), ([*public, "--method", "fedavg"], 0)]
+    ):
+        capsys.readouterr()
+        assert cli.main(["train", *chosen, *more, "--out", str(tmp_path / f"run-{n}")]) == 0
+        lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+        assert [f"nothing is distilled, and distill.data={tmp_path / 'pub'}" in line for line in lines] == [
+            True
+        ] * said_so
 
 
 BAD_TABLES = {

@@ -38,8 +38,9 @@ def test_float64_is_carried_as_it_is(tmp_path: Path) -> None:
     assert sent == {"float64"}
 
 
-def test_folders_of_images_without_a_declared_split(tmp_path: Path) -> None:
-    """Each site has class/image.png; the simulator site/class/image.png. North has never seen a cat."""
+def test_folders_of_images_without_a_declared_split(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each site has class/image.png; the simulator site/class/image.png. North has never seen a cat, and names in its
+    own log the file that it skips."""
     world = make_world(tmp_path, train__rounds=2, data__size=12, distill__steps=0)
     rng = np.random.default_rng(0)
     for site, classes in (("east", ("cat", "dog")), ("north", ("ant", "dog")), ("west", ("ant", "cat", "dog"))):
@@ -51,9 +52,12 @@ def test_folders_of_images_without_a_declared_split(tmp_path: Path) -> None:
                 image.save(tmp_path / site / "images" / kind / f"{i}.png")
                 image.save(tmp_path / "all" / site / kind / f"{i}.png")
         edit(tmp_path / site / "site.toml", ('"data.npz"', '"images"'))
+    (bad := tmp_path / "north" / "images" / "ant" / "cut.png").write_bytes(b"")
+    edit(tmp_path / "north" / "site.toml", ('"images"', '"images"\nskip_bad = true'))
     edit(tmp_path / "server.toml", ("channels = 1", "channels = 3"), (_digits(), '["ant", "cat", "dog"]'))
     world.settings = ServerSettings.read(tmp_path / "server.toml")
     path, _ = run(world)
+    assert f"site north: cannot read {bad}: skipped" in capfd.readouterr().err
     config = world.simulated
     world = _Joined(world.home, world.settings, str(tmp_path / "all"))
     assert world.simulated != config
@@ -109,6 +113,18 @@ def test_a_public_test_set_at_the_server_and_at_a_site(tmp_path: Path) -> None:
     found = row["global_test"]["per_client"]
     assert found["west"] > 0
     assert (found["east"], found["north"]) == (None, None)
+
+
+def test_a_site_with_one_training_image_takes_no_part(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its own log says why; untrained, it would only pull the others back."""
+    world = make_world(tmp_path, {"hello_s": 0.2}, train__rounds=1)
+    held = dict(np.load(tmp_path / "north" / "data.npz"))
+    np.savez(tmp_path / "north" / "data.npz", **{k: v if k == "classes" else v[:1] for k, v in held.items()})
+    path, grid = run(world)
+    assert "site north: error: each site needs 2 training images, but north has 1" in capfd.readouterr().err
+    refused = [e["detail"] for e in events(path) if e["event"] == "refused"]
+    assert refused == ["node 2: north: bad input at the site, see its log"]
+    assert {s for _, s, k, _, _ in grid.log if k == "train"} == {"east", "west"}
 
 
 def test_a_site_says_what_it_takes_part_in(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -23,7 +23,8 @@ from .folder import folder, unlabelled
 from .images import IMAGENET, Pixels, read_image, resized
 from .manifest import manifest
 from .office import office_home
-from .split import split
+from .partition import LEAST
+from .split import fingerprint, split
 from .testsets import named_sets
 
 __all__ = [
@@ -138,9 +139,7 @@ def build_federation(options: DataOptions, device: torch.device, source: Source 
     """Load the source, if it is not given, and deal it out to the clients."""
     source = _chosen(source or SOURCES[options.name](options), options)
     clients, server = split(source, options)
-    empty = [c.name for c in clients if len(c.train) == 0]
-    if empty:
-        raise InputError(f"no training data at {', '.join(empty)}: give them some, or lower data.val and data.test")
+    _enough(clients)
     targets, images = torch.from_numpy(source.targets), torch.from_numpy(_writable(source.images))
     stream = options.resident == "no" or (options.resident == "auto" and not _fits(images, device))
     return Federation(
@@ -154,7 +153,21 @@ def build_federation(options: DataOptions, device: torch.device, source: Source 
         server_val=server,
         augment=AUGMENT[options.augment],
         stream=stream,
+        skipped=source.skipped,
+        tested=any(len(c.test) for c in clients),
+        fingerprint=fingerprint(source, clients, server),
     )
+
+
+def _enough(clients: Sequence[Client]) -> None:
+    """Refuse a site that could not be trained: what it would send, unchanged, would be averaged in all the same."""
+    few = [f"{c.name} has {len(c.train)}" for c in clients if len(c.train) < LEAST]
+    if few:
+        more = f" (and {len(few) - 3} more have too few)" if len(few) > 3 else ""
+        raise InputError(
+            f"each site needs {LEAST} training images, but {', '.join(few[:3])}{more}: give it more images, leave it "
+            "out, or lower data.val and data.test"
+        )
 
 
 def _chosen(source: Source, options: DataOptions) -> Source:

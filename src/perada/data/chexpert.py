@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError, unknown
 from .federation import Source
-from .images import IMAGENET, decode, require_files
+from .images import IMAGENET, decode, names_of, require_files, unread
 
 ARCHIVE = "CheXpert-v1.0-small"
 DISEASES = ("Cardiomegaly", "Edema", "Consolidation", "Atelectasis", "Pleural Effusion")
@@ -52,7 +52,8 @@ def chexpert(root: str, size: int = 64, uncertain: Uncertain = "ones", skip_bad:
         require_files(table, rows, files)
     images, kept = decode(files, base, size, skip_bad)
     targets = np.where(labels < 0, uncertain == "ones", labels).astype(np.uint8)
-    return Source("chexpert", images, targets[kept], DISEASES, *IMAGENET)
+    names, skipped = names_of(files, kept), unread(files, kept)
+    return Source("chexpert", images, targets[kept], DISEASES, *IMAGENET, names=names, skipped=skipped)
 
 
 def _table(table: Path) -> tuple[list[int], list[Path], NDArray[np.int8]]:

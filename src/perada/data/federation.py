@@ -30,7 +30,8 @@ class Source:
 
     images uint8 `[N, C, H, W]` (C is 1 or 3); targets int64 `[N]`, or uint8 `[N, labels]` for multi-label data.
     `test` marks the official test images where a data set has them, `val` those declared for validation; `site`
-    names each sample's owner where the data come with owners.
+    names each sample's owner where the data come with owners; `names` are those of the images' files, where there are
+    files, and `skipped` the files that could not be read.
     """
 
     name: str
@@ -42,6 +43,8 @@ class Source:
     test: NDArray[np.bool_] | None = None
     site: NDArray[np.str_] | None = None
     val: NDArray[np.bool_] | None = None
+    names: tuple[str, ...] | None = None
+    skipped: tuple[str, ...] = ()
 
     @property
     def multilabel(self) -> bool:
@@ -70,6 +73,9 @@ class Federation:
     server_val: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
     augment: Augment | None = None  # random views, in training
     stream: bool = False  # whether images are fetched batch by batch, one ahead
+    skipped: tuple[str, ...] = ()  # files that could not be read
+    tested: bool = True  # whether anybody has test images: to be asked where those must not be touched
+    fingerprint: str = ""  # of who holds which images (`split.fingerprint`)
 
     @property
     def multilabel(self) -> bool:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from .federation import Source
-from .images import ENDINGS, IMAGENET, decode, image_files, read_image
+from .images import ENDINGS, IMAGENET, decode, image_files, names_of, read_image, unread
 
 __all__ = ["ENDINGS", "folder", "image_files", "read_image", "unlabelled"]
 
@@ -45,4 +45,5 @@ def folder(root: str, size: int, skip_bad: bool) -> Source:
     number = {name: i for i, name in enumerate(classes)}
     targets = np.array([number[p.parts[-2]] for p in kept], np.int64)
     site = np.array([p.parts[0] for p in kept]) if depths == {3} else None
-    return Source(base.name, images, targets, classes, *IMAGENET, site=site)
+    names, skipped = names_of(files, good), unread(files, good)
+    return Source(base.name, images, targets, classes, *IMAGENET, site=site, names=names, skipped=skipped)

@@ -36,6 +36,7 @@ CACHE_FROM = 256  # fewer images are decoded in a moment, and would only litter 
 STALE = 24 * 3600.0  # seconds after which a temporary file must be a killed process's
 _HEADER = 128  # bytes before the pixels
 _WINDOW = 1024  # images decoded ahead of the one being stored
+_NAMED = 5  # files that a refusal names; it counts the others
 
 
 def read_image(path: Path, size: int) -> Pixels:
@@ -64,8 +65,13 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def image_files(base: Path) -> list[Path]:
-    """Every image file below a folder, in a fixed order."""
-    return sorted(p for p in base.rglob("*") if p.suffix.lower() in ENDINGS and p.name[0] != "." and p.is_file())
+    """Every image file below a folder, in a fixed order; nothing that is hidden, or in a hidden folder below it."""
+    found = (p for p in base.rglob("*") if p.suffix.lower() in ENDINGS and not _hidden(p.relative_to(base)))
+    return sorted(p for p in found if p.is_file())
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def decode(
@@ -73,7 +79,7 @@ def decode(
     base: Path,
     size: int,
     skip_bad: bool,
-    advice: str = "mend them, or --set data.skip_bad=true",
+    advice: str = "mend them, or pass over them with --set data.skip_bad=true",
 ) -> tuple[Pixels, Mask]:
     """Pixels `[kept, 3, size, size]` of the files that can be read, and which of the n files these are, `[n]`.
 
@@ -82,12 +88,25 @@ def decode(
     """
 
     def check(kept: Mask) -> None:
-        bad = [str(path) for path, good in zip(files, kept, strict=True) if not good]
+        bad = unread(files, kept)
         if bad and (not skip_bad or len(bad) == len(files)):
-            more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-            raise InputError(f"cannot read {', '.join(bad[:3])}{more}: {advice}")
+            more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+            todo = advice if len(bad) < len(files) else "mend them, or give another folder"
+            raise InputError(f"cannot read {len(bad)} of {len(files)} images, {', '.join(bad[:_NAMED])}{more}: {todo}")
 
     return cached(("files", *_stamps(files, base)), len(files), size, partial(_read_all, files, size), check)
+
+
+def unread(files: Sequence[Path], kept: Mask) -> tuple[str, ...]:
+    """The files that `decode` could not read."""
+    return tuple(str(path) for path, good in zip(files, kept, strict=True) if not good)
+
+
+def names_of(files: Sequence[Path], kept: Mask) -> tuple[str, ...]:
+    """The files that were read, by names that stay the same when all are moved together."""
+    whole = [os.path.abspath(path) for path, good in zip(files, kept, strict=True) if good]
+    top = os.path.commonprefix(whole).rfind(os.sep) + 1  # noqa: RUF071 (cut at a folder's end)
+    return tuple(name[top:].replace(os.sep, "/") for name in whole)
 
 
 def resized(images: Pixels, size: int, key: Iterable[str] | None = None) -> Pixels:

@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from ..errors import InputError
 from .arrays import SPLITS
 from .federation import Source
-from .images import IMAGENET, Mask, decode, require_files
+from .images import IMAGENET, Mask, decode, names_of, require_files, unread
 
 KNOWN = ("path", "site", "split")
 _BINARY = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}
@@ -67,12 +68,14 @@ def manifest(
     targets, classes = _one_label(table, names[0]) if len(names) == 1 else _labels(table, names)
     splits = _splits(table)
     files = [table.file.parent / name for name in table.columns["path"]]
+    _once(table, files)
     if not skip_bad:
         require_files(table.file, table.lines, files)
     images, kept = decode(files, table.file.parent, size, skip_bad)
     site = np.array(table.columns["site"])[kept] if "site" in table.columns else None
     test, val = (_mask(splits, name, kept) for name in ("test", "val"))
-    return Source(table.file.stem, images, targets[kept], classes, *IMAGENET, test=test, site=site, val=val)
+    source = Source(table.file.stem, images, targets[kept], classes, *IMAGENET, test=test, site=site, val=val)
+    return replace(source, names=names_of(files, kept), skipped=unread(files, kept))
 
 
 def _read(file: Path) -> _Table:
@@ -139,6 +142,16 @@ def _splits(table: _Table) -> NDArray[np.str_] | None:
         if value not in SPLITS:
             raise table.refuse(row, f"split is {value!r}, not train, val or test")
     return np.array([SPLITS[value] for value in spoken])
+
+
+def _once(table: _Table, files: Sequence[Path]) -> None:
+    """Refuse an image that is listed twice: it could be trained on and tested with."""
+    rows: dict[str, int] = {}
+    for row, path in enumerate(files):
+        first = rows.setdefault(os.path.abspath(path), row)
+        if first != row:
+            name, line = table.columns["path"][row], table.lines[first]
+            raise table.refuse(row, f"{name} is in row {line} already: list each image once")
 
 
 def _mask(splits: NDArray[np.str_] | None, name: str, kept: Mask) -> Mask | None:

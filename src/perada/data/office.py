@@ -12,7 +12,7 @@ from pathlib import Path
 from ..errors import InputError
 from .federation import Source
 from .folder import folder
-from .images import ENDINGS
+from .images import image_files
 
 ARCHIVE = "OfficeHomeDataset_10072016"
 DOMAINS = ("Art", "Clipart", "Product", "Real World")
@@ -54,4 +54,4 @@ def _complete(base: Path, found: dict[str, Path]) -> None:
 
 
 def _classes(domain: Path) -> set[str]:
-    return {p.name for p in domain.iterdir() if p.is_dir() and any(q.suffix.lower() in ENDINGS for q in p.iterdir())}
+    return {p.parent.name for p in image_files(domain) if p.parent != domain}

@@ -17,7 +17,7 @@ from .federation import Client, Indices
 Counts = NDArray[np.int64]  # [clients, classes]
 Floats = NDArray[np.float64]
 
-LEAST = 2  # training samples below which a client is fed by others
+LEAST = 2  # training samples that batch norm needs; a simulated client with fewer is fed by others
 SLACK = 2  # samples of a class by which two splits of equal class balance may differ: both were rounded
 STRETCH = 4.0  # `follow` counts no client for more or less than this many times its size to meet proportions
 CLOSE = 0.02  # total variation at which `follow` calls proportions met: nearer would cost client sizes more

@@ -202,6 +202,8 @@ def _check(work: Work) -> None:
         _log_note(work, "no validation data here: this site has no say in the guard (data.val)")
     if not len(work.federation.clients[0].test):
         _log_note(work, "no test data here: its scores are n/a (data.test)")
+    for path in work.federation.skipped:
+        _log_note(work, f"cannot read {path}: skipped (skip_bad)")
     _ = work.test
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 import torch
@@ -72,6 +73,7 @@ def _mine(source: Source, settings: SiteSettings) -> Source:
         site=source.site[mine],
         test=None if source.test is None else source.test[mine],
         val=None if source.val is None else source.val[mine],
+        names=None if source.names is None else tuple(compress(source.names, mine)),
     )
 
 
