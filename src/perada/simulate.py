@@ -258,11 +258,12 @@ def prepare(
         get_ready(device)
     federation = federation or build_federation(config.data, device)
     method = config.make_method()
+    public: Sequence[Tensor] = []
     if to_train:
         check(config, federation, method)
-    public = public_chunks(config, federation, method, device, dtype) if to_train else []
-    for line in (*about_data(federation), *about_settings(config, method)):
-        say(line)
+        public = public_chunks(config, federation, method, device, dtype)
+        for line in (*about_data(federation), *about_settings(config, method)):
+            say(line)
     net = _backbone(config, federation, backbone, say, pretrain)
     sim = Simulation(config, federation, model_of(config, net, method, device), method, public)
     if isinstance(public, Chunks) and device.type == "cuda":
