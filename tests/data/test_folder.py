@@ -68,11 +68,14 @@ def test_sites_may_be_mixed_into_simulated_ones(sites: Path) -> None:
     assert len(f.clients) == 4
 
 
-def test_a_site_with_one_image_trains_on_it(sites: Path) -> None:
+def test_a_site_with_two_images_trains_on_them_and_one_with_one_is_refused(sites: Path) -> None:
+    options = DataOptions(name="folder", root=str(sites), partition="site", size=8)
     save(sites / "west" / "cat" / "only.png", colour(99, 0, 0))
-    f = build_federation(DataOptions(name="folder", root=str(sites), partition="site", size=8), CPU)
-    west = f.clients[-1]
-    assert (west.name, len(west.train), len(west.val), len(west.test)) == ("west", 1, 0, 0)
+    with pytest.raises(InputError, match="but west has 1: give it more images, leave it out"):
+        build_federation(options, CPU)
+    save(sites / "west" / "cat" / "other.png", colour(98, 0, 0))
+    west = build_federation(options, CPU).clients[-1]
+    assert (west.name, len(west.train), len(west.val), len(west.test)) == ("west", 2, 0, 0)
 
 
 def test_the_server_may_hold_a_part_of_the_sites_data(sites: Path) -> None:
