@@ -202,5 +202,5 @@ def test_a_file_may_build_on_a_preset(tmp_path: Path) -> None:
 
 
 def test_a_setting_of_another_method_names_its_owners() -> None:
-    with pytest.raises(InputError, match=r"perada has no 'method.mu': that is a setting of .*fedprox"):
+    with pytest.raises(InputError, match=r"unknown key 'method.mu' of perada: that is a setting of .*fedprox"):
         resolve("digits", {"method.mu": 1.0})

@@ -142,7 +142,7 @@ def resolve(source: str = "digits", overrides: Mapping[str, Any] | None = None) 
     for key in overrides or {}:  # a preset's setting for its own method is passed over, one asked for is not
         if key.startswith("method.") and key.removeprefix("method.") not in config.method:
             owners = ", ".join(m for m in REGISTRY if key in _known_keys(m))
-            raise InputError(f"{config.method_name} has no {key!r}: that is a setting of {owners}")
+            raise InputError(f"unknown key {key!r} of {config.method_name}: that is a setting of {owners}")
     return config
 
 
