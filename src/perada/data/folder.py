@@ -27,7 +27,8 @@ def folder(root: str, size: int, skip_bad: bool) -> Source:
     """All images below `root`. The last folder of a path is the class, the one above it (if any) the site."""
     base = Path(root).expanduser()
     if not root or not base.is_dir():
-        raise InputError(f"data.root: no folder {root!r}: give --data PATH with site/class/image files")
+        what = f"data.root: no folder {root!r}" if root else "your own images are needed"
+        raise InputError(f"{what}: give --data PATH with site/class/image files")
     files = image_files(base)
     depths = {len(p.relative_to(base).parts) for p in files}
     if depths not in ({2}, {3}):
