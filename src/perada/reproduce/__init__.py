@@ -13,8 +13,8 @@ on the machine's own disk, RESULTS is a copy of the repository's `results/`, whi
    settled: write it into `presets/cifar10.toml` (a test compares) before `main`, `others` and `ablations` are begun:
    they take the preset, and results of another one count for nothing.
 2. `main`, group by group: `adapters`, `ditto`, `full`, six runs at once. Without `--only` it takes them in that order;
-   `--only ditto-0,ditto-1` names single runs. Of what is complete there is a result; a group that is
-   stopped goes on with the same command while RUNS is there.
+   `--only ditto-0,ditto-1` names single runs. Of what is complete there is a result; a group that is stopped goes on
+   with the same command while RUNS is there.
 3. `others`, `ablations`; then `pacs` and `xrays`, with `--statistics S`.
 
 `--minutes N` counts from the command's start: a run stops, saved, when its next round would not fit, so N may be a

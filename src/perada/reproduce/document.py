@@ -231,8 +231,8 @@ def _differences(name: str, runs: Mapping[str, Sequence[Result]], metrics: Seque
 
 def _target(on_global: Interval | None, on_local: Interval | None) -> list[str]:
     if on_global is None or on_local is None or on_global.low is None:
-        needs = "needs more seeds"
-        return [f"The target (Global above zero with its whole interval, Local not below −{TOLERANCE}) {needs}.", ""]
+        wanted = f"Global above zero with its whole interval, Local not below −{TOLERANCE}"
+        return [f"The target ({wanted}) needs more seeds.", ""]
     words = [
         f"Global above zero with its whole interval: **{'yes' if on_global.low > 0 else 'no'}**",
         f"Local not below −{TOLERANCE}: **{'yes' if on_local.mean >= -TOLERANCE else 'no'}**",
