@@ -17,6 +17,9 @@ on the machine's own disk, RESULTS is a copy of the repository's `results/`, whi
    with the same command while RUNS is there.
 3. `others`, `ablations`; then `pacs` and `xrays`, with `--statistics S`.
 
+`tools/lease.py` does the errands where such a machine takes small files and short commands only: data in pieces, a
+queue of groups, results brought while it works.
+
 `--minutes N` counts from the command's start: a run stops, saved, when its next round would not fit, so N may be a
 minute less than what the machine gives to a command. What is begun and worth carrying is packed while the machine is
 held,
