@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import shutil
 import warnings
@@ -189,7 +190,7 @@ def check_out(out: Path) -> None:
 def write_weights(out: Path, held: Mapping[str, Tensor], config: Config, client: str, classes: Sequence[str]) -> None:
     """A client's weights as one safetensors file that says what it is."""
     about = {"perada": __version__, "client": client, "method": config.method_name}
-    about |= {"backbone": config.model.backbone, "classes": ",".join(classes)}
+    about |= {"backbone": config.model.backbone, "classes": json.dumps(list(classes))}
     try:
         write_atomic(out, save({n: t.cpu().contiguous() for n, t in held.items()}, about))
     except OSError as error:

@@ -124,7 +124,7 @@ def test_an_exported_adapter_is_the_one_in_the_checkpoint(
         about = f.metadata()
     assert about["client"] == "client-01"
     assert about["method"] == "perada"
-    assert about["classes"] == "0,1,2,3,4,5,6,7,8,9"
+    assert json.loads(about["classes"]) == list("0123456789")
 
 
 def test_a_merged_export_loads_into_a_plain_module(

@@ -58,7 +58,7 @@ def test_a_result_has_its_settings_and_rows_and_no_weights(whole: Path) -> None:
     assert one["validation"] == {"local_val": summary["local_val"]["mean"], "server_val": None}
     assert one["guard"] == {"kind": "clients", "distilled": 4, "accepted": summary["accepted"]}
     assert found["fedavg-0"]["guard"]["kind"] is None
-    assert {"date", "device", "versions", "together", "digest"} <= one.keys()
+    assert {"date", "device", "versions", "code", "together", "digest"} <= one.keys()
     text = (whole / "results" / "digits" / "perada-0.json").read_text()
     assert str(whole) not in text, "no path of a machine"
     assert len(text) < 10_000

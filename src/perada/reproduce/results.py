@@ -8,6 +8,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,15 @@ def file_digest(path: str) -> dict[str, str] | None:
     return {"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
 
 
+@lru_cache
+def code() -> str:
+    """Which code made a result, a digest of the package's own files: told, not compared."""
+    root, held = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".toml")):
+        held.update(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return held.hexdigest()[:16]
+
+
 def made(
     experiment: str,
     trial: Trial,
@@ -109,6 +119,7 @@ def made(
         "seconds": last["seconds"],
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "versions": {"perada": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "code": code(),
         **more,
     }
 
