@@ -14,7 +14,7 @@ from lanes.problems import noisy
 from small import ONE, adam_by_hand, double, lanes_of, pixel_model, weights_of
 from torch import Tensor
 
-from perada.distill import Distill, Server, chunks_of, distill, kl, teacher_logits
+from perada.distill import Distill, Server, chunks_in, chunks_of, distill, kl, teacher_logits
 from perada.lanes import LaneModel, State, adapt, gather, mean
 from perada.models.resnet import resnet, resnet_groups
 
@@ -205,6 +205,33 @@ def run(model: LaneModel, teachers: State, chunks: list[Tensor], key: int = 0, *
 
 def copied(state: State) -> State:
     return state.map(torch.clone)
+
+
+def test_rounds_of_few_steps_go_through_all_chunks_in_time() -> None:
+    assert [chunks_in(r, 2, 5) for r in range(4)] == [[0, 1], [2, 3], [4, 0], [1, 2]]
+    assert [chunks_in(r, 5, 5) for r in (0, 3)] == [[0, 1, 2, 3, 4]] * 2
+    assert chunks_in(3, 7, 5) == [0, 1, 2, 3, 4]  # a round of enough steps begins with the first
+
+
+def test_teachers_are_asked_only_for_the_chunks_of_their_round(
+    model: LaneModel, teachers: State, chunks: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[list[int]]()
+
+    def watched(*args: Any) -> Tensor:
+        asked.append(args[-1])
+        return teacher_logits(*args)
+
+    monkeypatch.setattr("perada.distill.teacher_logits", watched)
+    options, start = Distill(steps=1, guard="none"), mean(teachers)
+    first, second, third = (
+        distill(model, start, teachers, chunks, options, False, 0, round=r)[0].params for r in range(3)
+    )
+    assert asked == [[0], [1], [0]]
+    assert not all(torch.equal(first[n], second[n]) for n in first)
+    other = [chunks[0], chunks[1] + 1]  # which the third does not see
+    again = distill(model, start, teachers, other, options, False, 0, round=2)[0].params
+    assert all(torch.equal(third[n], again[n]) for n in third)
 
 
 def test_public_statistics_normalise_the_teachers_chunk_by_chunk(

@@ -108,6 +108,13 @@ def chunks_of(images: int, options: Distill, seed: int) -> list[Tensor]:
     return [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
 
 
+def chunks_in(round: int, steps: int, chunks: int) -> list[int]:
+    """The chunks that a round uses, in the order of their first use."""
+    if steps >= chunks:
+        return list(range(chunks))
+    return [(round * steps + step) % chunks for step in range(steps)]
+
+
 TOGETHER = 1 << 27  # pixels × teachers in one pass, where several chunks can be
 STATISTICS = 30  # batches after which running statistics have forgotten nearly all that was before
 
@@ -119,8 +126,9 @@ def teacher_logits(
     images: Sequence[Tensor | Stem],
     norm: Literal["public", "running"],
     lanes_at_once: int = 0,
+    which: Sequence[int] | None = None,
 ) -> Tensor:
-    """The mean of the teachers' logits on every chunk, `[chunks, B, classes]`: once a round, no dropout.
+    """The mean of the teachers' logits on the chunks `which` (all), `[chunks, B, classes]`: once a round, no dropout.
 
     With norm="public" a teacher normalises with the chunk's own statistics: its running ones come from the
     few classes of one client and mislead it on foreign images.
@@ -128,17 +136,20 @@ def teacher_logits(
     mode: Norm = "batch" if norm == "public" else "running"
     size, teachers = lanes_at_once or teachers.lanes, model.rounded(teachers)
     groups = [teachers.map(lambda t, i=i: t[i : i + size]) for i in range(0, teachers.lanes, size)]  # type: ignore[misc]
-    return torch.cat([_on_chunks(model, g, images, mode, lanes_at_once) for g in groups], 1).mean(1)
+    chunks = range(len(images)) if which is None else which
+    return torch.cat([_on_chunks(model, g, images, chunks, mode, lanes_at_once) for g in groups], 1).mean(1)
 
 
-def _on_chunks(model: LaneModel, lanes: State, images: Sequence[Tensor | Stem], mode: Norm, limit: int) -> Tensor:
+def _on_chunks(
+    model: LaneModel, lanes: State, images: Sequence[Tensor | Stem], which: Sequence[int], mode: Norm, limit: int
+) -> Tensor:
     """`[chunks, K, B, classes]`. Chunks that are kept behind the first layer can be other lanes: a few at a time."""
     if not isinstance(images, Chunks) or images.stems is None:
-        return torch.stack([model.on_all(lanes, images[i], mode) for i in range(len(images))])
+        return torch.stack([model.on_all(lanes, images[i], mode) for i in which])
     most = TOGETHER // images.images[0, 0].numel() // images.chunks.shape[1]
     size = max(1, min(limit or most, most) // lanes.lanes)
     out = []
-    for some in torch.split(torch.arange(len(images), device=model.device), size):
+    for some in torch.split(sent(torch.tensor(which), model.device), size):
         number = some.repeat_interleave(lanes.lanes)
         found = model(stack(*[lanes] * len(some)), images.stems.seen(number), mode)
         out.append(found.view(len(some), lanes.lanes, *found.shape[1:]))
@@ -159,7 +170,8 @@ def _loss(temperature: float, multilabel: bool) -> Loss:
 
 
 class PublicBatches:
-    """Step r sees chunk r mod n of the public images, and the teachers' logits on it. r counts from `first`."""
+    """Step r sees chunk r mod n of the public images, and the teachers' logits on it. r counts from `first`, which is
+    where the round begins and what of it is done."""
 
     def __init__(
         self, images: Sequence[Tensor | Stem], targets: Tensor, key: Tensor, capacity: int, first: int = 0
@@ -258,14 +270,20 @@ def distill(
     multilabel: bool,
     key: int,
     lanes_at_once: int = 0,
+    round: int = 0,
 ) -> tuple[State, Tensor]:
     """Adam on the student (one lane) -> as lanes the candidates of `options.judged()`, without a guard that of the last
     step alone; and the KL trace `[steps]`. Nothing is read, so that a GPU need not be waited for yet.
 
-    `images` are the chunks, prepared: step r uses chunk r mod n. Dropout is on in the student, as in any
-    other training; `key` is its random key. A candidate that is not finite is all NaN.
+    `images` are the chunks, prepared: a round goes through them in turn; one of fewer steps than there are chunks goes
+    on where the round before it ended, so that all are used in time. Dropout is on in the student, as in any other
+    training; `key` is its random key. A candidate that is not finite is all NaN.
     """
-    targets = teacher_logits(model, teachers, images, options.teacher_norm, lanes_at_once)
+    used = chunks_in(round, options.steps, len(images))
+    targets = teacher_logits(model, teachers, images, options.teacher_norm, lanes_at_once, used)
+    if len(used) < len(images):  # what is not asked for is nothing
+        blank = targets.new_zeros(len(images), *targets.shape[1:])
+        targets = blank.index_copy_(0, sent(torch.tensor(used), model.device), targets)
     like = next(iter(student.params.values()))
     keys = sent(torch.tensor([key], dtype=torch.int64), model.device)
     zeros = State({n: torch.zeros_like(p) for n, p in student.params.items()})
@@ -277,7 +295,7 @@ def distill(
         return student, zeros, zeros, count, *([State(student.params)] if options.pull else [])
 
     def trained(states: tuple[State, ...], first: int, steps: int) -> Result:
-        batches = PublicBatches(images, targets, keys, options.steps, first)
+        batches = PublicBatches(images, targets, keys, options.steps, used[0] + first)
         return loop(model, states, batches, loss, [steps], update, how, ("distill", options))
 
     states, done, traces = begun(0), 0, list[Tensor]()
@@ -321,7 +339,9 @@ class Server:
         if not self.images:
             raise ValueError("distillation needs public images: set distill.data, or distill.steps=0")
         key = key_of(self.seed, self.round, "distill")
-        found, trace = distill(self.model, student, teachers, self.images, o, self.multilabel, key, self.lanes_at_once)
+        found, trace = distill(
+            self.model, student, teachers, self.images, o, self.multilabel, key, self.lanes_at_once, self.round
+        )
         good = torch.stack([t.isfinite().all(1) for t in flattened(found).flat or ()]).all(0)
         losses = self.score(found) if o.guard != "none" else None
         finite = good.cpu()  # here a GPU is waited for: all its work of this round was given to it

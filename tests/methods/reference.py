@@ -175,8 +175,11 @@ class World:
         """SGD on the loss plus λ/2 ‖p − centre‖²."""
         return self.sgd(start, data, part, lr, lambda n, p: lam * (p - centre[n]))
 
-    def distilled(self, average: Values, teachers: list[Values], part: Rule = of_all) -> Values:
-        """Adam with a cosine rate on T² KL(σ(mean logits / T) ‖ σ(student / T)); the average's statistics stay."""
+    def distilled(self, round: int, average: Values, teachers: list[Values], part: Rule = of_all) -> Values:
+        """Adam with a cosine rate on T² KL(σ(mean logits / T) ‖ σ(student / T)); the average's statistics stay. A round
+        begins with the first chunk, or, if no round gets through all, with the one that is next."""
+        chunks = len(self.public)
+        begin = round * self.distill_steps if self.distill_steps < chunks else 0
         with torch.no_grad():
             nets = [loaded(self.net, t, still=of_all) for t in teachers]
             targets = [sum(net(x) for net in nets) / len(nets) for x in self.public]
@@ -185,7 +188,7 @@ class World:
         first = {n: torch.zeros_like(p) for n, p in params.items()}
         second = {n: torch.zeros_like(p) for n, p in params.items()}
         for step in range(self.distill_steps):
-            at = step % len(self.public)
+            at = (begin + step) % chunks
             p, log_q = (targets[at] / t).softmax(1), (module(self.public[at]) / t).log_softmax(1)
             loss = t * t * (p * (p.log() - log_q)).sum(1).mean()
             grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
@@ -214,7 +217,7 @@ def fedavg(world: World, mu: float = 0.0, distils: bool = False) -> Reference:
         uploads = [world.pulled(w, world.data(round, m), mu, w) for m in cohort]
         w = world.mean(uploads, cohort)
         if distils:
-            w = world.distilled(w, uploads)
+            w = world.distilled(round, w, uploads)
         yield Held(w, [], [w])
 
 
@@ -281,7 +284,7 @@ def ditto(
             uploads.append(some(world.sgd(w, short, part), part))
         w = world.mean(uploads, cohort)
         if distils:
-            w = world.distilled(w, uploads, part)
+            w = world.distilled(round, w, uploads, part)
         yield Held(w, list(v), list(v), w if part is of_adapter_set else {})
 
 

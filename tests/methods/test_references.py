@@ -65,6 +65,7 @@ THREE = {"train__cohort": 3, "train__epochs": 1}
 
 CASES = [
     *(Case(name) for name in REGISTRY),
+    *(Case(name, {}, {"train__weighting": "samples"}) for name in REGISTRY),
     Case("standalone", {}, FIRM | FAST),
     Case("mtl", {"lam": 0.3}, THREE | FIRM),
     Case("fedavg-ft", OWN, FIRM | FAST),
@@ -88,6 +89,7 @@ CASES = [
     Case("fedsim-adapter", {}, THREE | FIRM),
     Case("perada-no-kd", {"lam": 0.4, **OWN}, FIRM | FAST),
     Case("perada", {"lam": 0.4, **OWN}, THREE | {"distill__temperature": 2.0}),
+    Case("perada", {}, {"distill__steps": 1}),  # of two chunks one a round
     Case("fedprox", {"mu": 0.7}, FAST),
     Case("feddyn", {"alpha": 0.3}, THREE | {"train__weight_decay": 0.02}),
     Case("feddf", {}, THREE | {"distill__temperature": 2.0}),
