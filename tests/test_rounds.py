@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +122,27 @@ def test_checkpoints_written_beside_the_training_are_written_in_order_and_failur
         saver.close()
 
 
+def test_no_checkpoint_is_due_while_one_is_written() -> None:
+    """To take it would be to wait, and on a GPU all that are trained together would."""
+    time, go = [0.0], threading.Event()
+    saver = Saver(beside=True, now=lambda: time[0])
+    saver.take(lambda: [go.wait(60)].clear())
+    time[0] = 1e6
+    assert not saver.due()
+    go.set()
+    saver.close()
+    assert saver.due()
+
+
+class Patient(Saver):
+    """Whether a write is done when the next checkpoint is due is not left to chance."""
+
+    def take(self, write: Callable[[], None]) -> None:
+        super().take(write)
+        if self._last is not None:
+            wait([self._last])
+
+
 @pytest.mark.parametrize(("beside", "saved"), [(True, [3, 6, 7]), (False, [1, 2, 3, 4, 5, 6, 7])])
 def test_short_rounds_are_not_all_saved_where_that_stops_a_gpu(
     beside: bool, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -126,7 +150,7 @@ def test_short_rounds_are_not_all_saved_where_that_stops_a_gpu(
     """Rounds of two seconds, at least five seconds from one checkpoint to the next; the last one always."""
     sim = prepare(small(method__name="perada-no-kd", train__rounds=7))
     monkeypatch.setattr(rounds, "PAUSE", 5.0)
-    monkeypatch.setattr(rounds, "Saver", lambda **_: Saver(beside, now=lambda: 2.0 * sim.now.round))
+    monkeypatch.setattr(rounds, "Saver", lambda **_: Patient(beside, now=lambda: 2.0 * sim.now.round))
     seen, real = [], sim.snapshot
     monkeypatch.setattr(sim, "snapshot", lambda folder: seen.append(sim.now.round) or real(folder))
     rounds.run(sim, RunFolder(tmp_path))

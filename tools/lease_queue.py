@@ -96,10 +96,11 @@ class Queue:
         if item.experiment != "digits":  # which brings its own: a rehearsal
             more += ["--data", str(data), *(["--weights", str(main[0])] if main else [])]
         more += ["--statistics", str(over[0])] if over and main else []
+        own = {"TRITON_CACHE_DIR": str(self.home / "triton" / item.runs[0])}  # so that helpers compile for each
         with (self.home / "log" / f"{item.runs[0]}.txt").open("a") as output:
             item.process = subprocess.Popen(
                 [*self.command, "reproduce", item.experiment, *more],
-                env=self.env,
+                env={**self.env, **own},
                 cwd=self.home / "tree",
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -36,7 +36,9 @@ class Saver:
         self._now, self._at = now, now()
 
     def due(self) -> bool:
-        return self._thread is None or self._now() >= self._at + PAUSE
+        """Whether one may be taken without waiting for the one before."""
+        written = self._last is None or self._last.done()
+        return self._thread is None or (written and self._now() >= self._at + PAUSE)
 
     def take(self, write: Callable[[], None]) -> None:
         """Waits for the one before, and raises what went wrong with it."""

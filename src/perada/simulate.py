@@ -182,13 +182,17 @@ class Simulation:
         """What the clients predict with now: a lane each, or one that all share."""
         return self.method.personal(self.now.broadcast, self.now.kept)
 
+    @property
+    def has_global_model(self) -> bool:
+        return self.method.parts.global_model and self.model.holds(self.now.broadcast)
+
     def evaluate(self, splits: Sequence[str] = ("local", "val", "global")) -> dict[str, Any]:
         """The row of metrics.jsonl for this moment."""
         start, now = time.perf_counter(), self.now
         found = personal_scores(self.model, self.personal(), self.federation, splits)
         row: dict[str, Any] = {"round": now.round, **{k: v.as_dict() for k, v in found.items()}}
         row["global_model"] = None
-        if self.model.holds(now.broadcast) and "global" in splits:
+        if self.has_global_model and "global" in splits:
             index = self.federation.test
             logits = logits_on(self.model, now.broadcast, self.federation, index)[0]
             value = score(logits, self.federation.labels(index))

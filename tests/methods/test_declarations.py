@@ -32,6 +32,8 @@ from perada.models.resnet import ResNet, resnet
 from perada.simulate import Simulation, prepare
 from perada.trainer import Train, Trainer
 
+from .tiny import simulation
+
 # INTERFACE's names; trained and communicated in millions as SPEC, section 5, has them; then communicated exactly,
 # parameters and buffers. ResNet-18 and 10 classes: 11,181,642 in all, of them 5,130 in the head, 7,808 in the
 # batch norms but the downsample ones, 4,731,968 in the input group; adapters add 1,400,320. Running statistics:
@@ -384,3 +386,11 @@ def test_more_rounds_after_fine_tuning_go_on_from_w_and_fine_tune_again(
     assert adapters(out).keys() != adapters(whole).keys()
     assert [row["round"] for row in rows(out)] == [1, 2, 3, 4]
     assert rows(out) == rows(wanted)
+
+
+def test_who_has_a_global_model() -> None:
+    """Those of the paper's Table 2, and FedAvg+FT, which is FedAvg until its end. MTL's mean is a centre, no model that
+    was trained; who shares a part of a model has none."""
+    found = {name for name in REGISTRY if simulation(name).has_global_model}
+    generic = {"fedavg", "fedprox", "feddyn", "feddf"}
+    assert found == generic | {"fedavg-ft", "pfedme", "apfl", "ditto", "perada", "perada-no-kd"}

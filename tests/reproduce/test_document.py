@@ -168,8 +168,8 @@ def test_the_command_writes_it_and_takes_old_figures_away(tmp_path: Path, capsys
     fill(tmp_path / "results", "ablations")
     out = tmp_path / "docs" / "results.md"
     assert cli.main(["reproduce", "document", "--results", str(tmp_path / "results"), "--out", str(out)]) == 0
-    assert "and 5 figures" in capsys.readouterr().out
-    assert len(list((tmp_path / "docs" / "results").iterdir())) == 5
+    assert "and 6 figures" in capsys.readouterr().out
+    assert len(list((tmp_path / "docs" / "results").iterdir())) == 6
     shutil.rmtree(tmp_path / "results")
     assert write_document(tmp_path / "results", out) == [out]
     assert list((tmp_path / "docs" / "results").iterdir()) == []

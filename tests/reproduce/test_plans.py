@@ -88,6 +88,21 @@ def test_the_ablations_have_every_axis_that_the_issue_asks_for() -> None:
     assert {t.settings["distill.size"] for t in found.trials if t.group == "sets"} <= equal, "CIFAR-100 beside them"
 
 
+def test_the_text_read_literally_has_nothing_that_the_text_has_not() -> None:
+    """SPEC, sections 3 and 7: Adam at 1e-3, 500 steps of 2,048 images in every round, every student broadcast."""
+    found = experiments()["ablations"]
+    o = resolve(found.preset, {**found.settings, **found.trial("as-written").settings}).distill
+    assert (o.steps, o.batch, o.lr, o.rounds, o.guard) == (500, 2048, 1e-3, 0, "none")
+    assert (o.pull, o.weight_decay, o.schedule, o.temperature) == (0, 0, "constant", 1)
+    assert (o.teacher_norm, o.student_norm, o.keep_stats) == ("running", "batch", "student")
+
+
+def test_feddf_is_not_pulled_to_the_average() -> None:
+    found = experiments()["others"]
+    pulls = {resolve(found.preset, {**t.settings}).distill.pull for t in found.trials if t.name.startswith("feddf")}
+    assert pulls == {0.0}
+
+
 def test_the_study_varies_every_setting_of_the_design_space() -> None:
     study = experiments()["distill-study"]
     assert len(study.trials) == 18

@@ -226,6 +226,29 @@ def test_a_clock_keeps_time_for_the_end_and_none_without_minutes() -> None:
     assert not free.stopped
 
 
+def test_a_clock_learns_from_the_first_how_long_the_end_takes() -> None:
+    """Runs that are trained together end one after another: the last of six must not be asked for 90 seconds."""
+    time, last = [0.0], Progress(7, 7, None, ())
+    clock = Clock(10, now=lambda: time[0])
+    watches = [clock.watch(lambda p: None, True) for _ in range(2)]
+    time[0] = 480.0
+    watches[0](last)
+    clock.finished(20.0)
+    time[0] = 560.0
+    watches[1](last)
+    clock.finished(1e6)
+    assert clock.finishing == 30.0
+    time[0] = 575.0
+    with pytest.raises(KeyboardInterrupt):
+        watches[1](last)
+
+
+def test_a_run_tells_its_clock_how_long_its_end_took(tmp_path: Path) -> None:
+    clock = Clock(60, finishing=1e5)
+    reproduce(two(run__shifts=True, run__severities=[3]), place(tmp_path), clock)
+    assert clock.finishing < 1e3
+
+
 def test_minutes_that_are_over_at_once_train_nothing(tmp_path: Path) -> None:
     state = reproduce(two(), place(tmp_path), Clock(1e-9))
     assert state.left == ["perada-0", "fedavg-0"]

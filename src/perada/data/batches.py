@@ -80,7 +80,7 @@ class ClientBatches:
     @property
     def capacity(self) -> int:
         """Rounded up, so that a round of other clients finds the recordings of this one."""
-        return 1 << max(6, (self.index.shape[1] - 1).bit_length())
+        return 1 << max(10, (self.index.shape[1] - 1).bit_length())
 
     def shape(self) -> Hashable:
         clients, _, batch = self.index.shape

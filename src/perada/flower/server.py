@@ -347,7 +347,7 @@ class Coordinator:
                 {s: v if isinstance(v, float) and 0 <= v <= 100 else None for s, v in said.items()}
             ).as_dict()
         row["global_model"] = None
-        if self.test is not None and self.model.holds(now.broadcast):
+        if self.test is not None and self.method.parts.global_model and self.model.holds(now.broadcast):
             index = self.test.test
             logits = logits_on(self.model, now.broadcast, self.test, index)[0]
             row["global_model"] = {"global_test": score(logits, self.test.labels(index))}

@@ -26,6 +26,7 @@ class Parts:
     withholds: str | None = None  # less this one
     adapters: bool = False  # whether the model gets adapters
     distils: bool = False  # whether the server needs public images
+    global_model: bool = True  # whether what is sent, where it is a whole model, is one that is trained to predict
     own_step: bool = False  # whether it writes its own step, to which train.momentum does not apply
 
     def shared(self, groups: Mapping[str, Group]) -> Group:

@@ -8,7 +8,8 @@ mean-regularised case of Smith et al., "Federated Multi-Task Learning", NeurIPS 
     v ← v − η (∇L_m(v) + λ (v − v̄))      at each sampled client, from its own v_m
     v̄ ← mean_m v_m                       at the server, over the sampled clients
 
-The regulariser needs the mean of the clients' models, so here a personal model leaves its client, by definition.
+The regulariser needs the mean of the clients' models, so here a personal model leaves its client, by definition. The
+mean is a centre, trained on no data: as in the PerAda paper's comparison it is not tested as a global model.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .contract import Parts, not_negative
 class MTL:
     lam: float = field(default=1.0, metadata={"grid": (0.1, 1.0)})  # λ
 
-    parts: ClassVar[Parts] = Parts()
+    parts: ClassVar[Parts] = Parts(global_model=False)
 
     def __post_init__(self) -> None:
         not_negative(self, "lam")

@@ -15,7 +15,14 @@ MAIN = ("perada", "perada-no-kd", "ditto", "fedavg-ft", "standalone")  # the met
 GUARDLESS: dict[str, str] = {
     "method.name": "perada",
     "distill.guard": "none",
-}  # Algorithm 1 as written: always a row of its own
+}  # every student is broadcast, as in Algorithm 1: always a row of its own
+LITERALLY: dict[str, Any] = {  # the paper's text, as it reads
+    **GUARDLESS,
+    "distill.teacher_norm": "running",
+    "distill.keep_stats": "student",
+    "distill.steps": 500,
+    "distill.lr": 1e-3,
+}
 Settings = Mapping[str, Any]
 TITLES = {  # in the order of their worth
     "distill-study": "Which distillation: CIFAR-10, 40 rounds, one seed, chosen by validation data",
@@ -87,6 +94,9 @@ class Experiment:
 
 
 GPU: Settings = {"run.precision": "bf16", "run.checkpoint_every": 10}
+SELDOM: Settings = {
+    "run.checkpoint_every": 50
+}  # of 20 full models: all that are trained together wait while it is taken
 SHIFTS: Settings = {"run.shifts": True}
 CIFAR10: Settings = {**GPU, "data.min_per_class": 2}  # as the authors' code has it; the paper names Dir(0.1) alone
 # docs/performance.md for adapters (three runs in a pool); full models by the ratio of measured steps (16 lanes: 4.4 ms
@@ -110,7 +120,7 @@ def main_trials(preset: str, seeds: Sequence[int]) -> tuple[Trial, ...]:
     if resolve(preset, {}).distill.guard == "none":
         groups["adapters"] = groups["adapters"][:2]
     return tuple(
-        Trial(f"{name}-{seed}", group, {**variants[name], "run.seed": seed})
+        Trial(f"{name}-{seed}", group, {**variants[name], **({} if group == "adapters" else SELDOM), "run.seed": seed})
         for group, names in groups.items()
         for seed in seeds
         for name in names
@@ -170,11 +180,9 @@ def _study() -> Experiment:
     """The stages, the run without distillation, and the paper's text read literally, which is shown and chosen by
     nobody. Runs that distil differently part after the first round, so that there is no training that they could share
     but that one round of forty; what they do share is the pool of lanes."""
-    literally = {"distill.teacher_norm": "running", "distill.keep_stats": "student", "distill.steps": 500}
-    literally |= {"distill.lr": 1e-3}
     trials = [
         Trial("no-kd", "norms", {"method.name": "perada-no-kd"}, tested=False),
-        Trial("as-written", "norms", {**GUARDLESS, **literally}, tested=False),
+        Trial("as-written", "norms", LITERALLY, tested=False),
     ]
     choices, before = list[Choice](), ""
     for stage, variants in STAGES.items():
@@ -200,7 +208,12 @@ def points(preset: str, method: str, rates: Sequence[float]) -> list[Settings]:
         keys["distill.lr"] = (1e-3, 1e-4)
     own = resolve(preset, {"method.name": method}).flat()
     changed = [{key: value} for key, values in keys.items() for value in values if value != own[key]]
-    return [{"method.name": method, **settings} for settings in ({}, *changed)]
+    return [{**base_of(method), **settings} for settings in ({}, *changed)]
+
+
+def base_of(method: str) -> Settings:
+    """FedDF has no pull towards the average; the preset's was settled for PerAda's adapters."""
+    return {"method.name": method} | ({"distill.pull": 0.0} if method == "feddf" else {})
 
 
 def tuned_trials(
@@ -214,7 +227,7 @@ def tuned_trials(
             Trial(f"{method}-point-{i}", f"{method}-grid", {**settings, "train.rounds": rounds}, tested=False)
             for i, settings in enumerate(points(preset, method, rates))
         ]
-        trials += [*grid, Trial(method, method, {"method.name": method}, follows=method)]
+        trials += [*grid, Trial(method, method, base_of(method), follows=method)]
         choices.append(Choice(method, tuple(t.name for t in grid)))
     return tuple(trials), tuple(choices)
 
@@ -236,8 +249,10 @@ def _ablations() -> Experiment:
     """Numbers of images are whole batches of 2,048: what is left over is not distilled on. Of PACS, the X-rays and
     CIFAR-10's validation data there are 9,991, 3,954 and 5,000, so the sets are compared at equal numbers."""
     perada, own = {"method.name": "perada"}, resolve("cifar10", {}).distill.steps
+    no_more = {"distill.pull": 0.0, "distill.weight_decay": 0.0, "distill.rounds": 0, "distill.schedule": "constant"}
     variants: dict[str, dict[str, Settings]] = {
         "base": {"perada": {}, "no-kd": {"method.name": "perada-no-kd"}},
+        "text": {"as-written": {**LITERALLY, **no_more}},
         "steps": {f"steps-{n}": {"distill.steps": n} for n in (20, 50, 150, 500) if n != own},
         "images": {f"images-{n}": {"distill.size": n} for n in (2048, 8192, 24576)},
         "sets": {f"{name}-{n}": {"distill.data": file, "distill.size": n} for name, file, n in SETS},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -63,7 +64,8 @@ class Clock:
     """When to stop, so that what was done is saved before the time is over.
 
     A round takes about as long as the ones before it, and a checkpoint has to be written after it; where a run ends
-    with corrupted test images, that needs `finishing` seconds in one piece, or half of the whole time if that is less.
+    with corrupted test images, that needs `finishing` seconds in one piece, or half of the whole time if that is less,
+    until it was seen how long it takes: runs that were trained together end one after another.
     A run that is stopped stops no other: those beside it have rounds that fit still. But none is begun any more.
     """
 
@@ -79,6 +81,10 @@ class Clock:
         self.end = None if whole is None else now() + whole
         self.reserve = reserve if whole is None else min(reserve, whole / 4)
         self.finishing = finishing if whole is None else min(finishing, whole / 2)
+
+    def finished(self, seconds: float) -> None:
+        """So long did the end of a run take."""
+        self.finishing = min(self.finishing, max(10.0, 1.5 * seconds))
 
     def over(self, needed: float) -> bool:
         """Whether less than this many seconds are left; remembers that once it was so."""
@@ -212,6 +218,7 @@ class _Work:
                 share_lanes(names, many, lambda name, pool: self._one(name, configs[name], many, pool), self._done)
             except KeyboardInterrupt as stop:
                 raise Interrupted(self.home) from stop
+            gc.collect()  # models and their recorded steps know each other: a GPU's memory would be held until whenever
         else:
             for name in names:
                 self._one(name, configs[name], 1, None)
@@ -241,7 +248,11 @@ class _Work:
         if self.clock.stopped:
             return
 
+        ended = 0.0
+
         def shown(progress: Progress) -> None:
+            nonlocal ended
+            ended = self.clock.now()
             for client in progress.failed:
                 self.say(f"warning: {name}: {client}: training stopped being finite; kept its last state")
             self.on_round(progress)
@@ -257,6 +268,8 @@ class _Work:
         except RunError as error:
             then = "what is finished is saved: the same command goes on from there"
             raise RunError(f"{name}: {error.what}", then) from error
+        if config.run.shifts and ended:
+            self.clock.finished(self.clock.now() - ended)
         trial, federation = self.state.experiment.trial(name), self.federation
         assert federation is not None
         weights = None if config.model.weights in results.OWN_WEIGHTS else self._weights(name, config)
