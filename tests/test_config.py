@@ -104,7 +104,8 @@ def test_an_override_does_not_stick_to_a_preset() -> None:
         ("train.lr=1e-3", "train.lr", 1e-3),
         ("train.lr=.5", "train.lr", 0.5),
         ("run.shifts=true", "run.shifts", True),
-        ("run.shifts=True", "run.shifts", "True"),
+        ("run.shifts=True", "run.shifts", True),
+        ("run.shifts=False", "run.shifts", False),
         ("distill.candidates=[1, 2]", "distill.candidates", [1, 2]),
         ("distill.candidates=[]", "distill.candidates", []),
         ("distill.guard=none", "distill.guard", "none"),
@@ -119,7 +120,7 @@ def test_settings_from_the_command_line(text: str, key: str, value: Any) -> None
     assert parse_setting(text) == (key, value)
 
 
-@pytest.mark.parametrize("text", ["train.rounds", "=3", " =3", ""])
+@pytest.mark.parametrize("text", ["train.rounds", "=3", " =3", "", "train.rounds=1\n[run]", "train.rounds=1\nseed=2"])
 def test_a_setting_must_be_a_key_and_a_value(text: str) -> None:
     with pytest.raises(InputError, match=r"section\.key=value"):
         parse_setting(text)
@@ -134,6 +135,10 @@ def test_a_setting_must_be_a_key_and_a_value(text: str) -> None:
         ({"method.lamda": 1.0}, r"did you mean 'method.lam'\?"),
         ({"method.zzz": 1.0}, "unknown key 'method.zzz'"),
         ({"rounds": 3}, r"did you mean 'train.rounds'\?"),
+        ({"lr": 0.1}, r"unknown key 'lr': did you mean 'train.lr'\?"),
+        ({"lam": 0.1}, r"unknown key 'lam': did you mean 'method.lam'\?"),
+        ({"optimizer.lr": 0.1}, r"unknown key 'optimizer.lr': did you mean 'train.lr'\?"),
+        ({"optimizer.kind": "adam"}, r"unknown section 'optimizer': known: "),
         ({"distill.guard": "servers"}, "distill.guard must be one of none, server, clients, not 'servers'"),
         ({"train.rounds": "3"}, "train.rounds must be a whole number, not '3'"),
         ({"train.rounds": True}, "train.rounds must be a whole number"),
@@ -204,3 +209,9 @@ def test_a_file_may_build_on_a_preset(tmp_path: Path) -> None:
 def test_a_setting_of_another_method_names_its_owners() -> None:
     with pytest.raises(InputError, match=r"unknown key 'method.mu' of perada: that is a setting of .*fedprox"):
         resolve("digits", {"method.mu": 1.0})
+
+
+def test_a_section_that_is_a_value_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text("train = 3\n")
+    with pytest.raises(InputError, match=r"^train is a section: write \[train\] above its keys"):
+        resolve(str(tmp_path / "x.toml"))

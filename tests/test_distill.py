@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perada.distill import Distill, Server, chunks_in, chunks_of, distill, kl, teacher_logits
 from perada.lanes import LaneModel, State, adapt, gather, mean
-from perada.models.resnet import resnet, resnet_groups
+from perada.models.resnet import resnet
 
 # The teacher and the loss.
 
@@ -184,7 +184,7 @@ def test_public_data_are_shuffled_once_and_cut_into_equal_chunks() -> None:
 
 @pytest.fixture(scope="module")
 def model() -> LaneModel:
-    return adapt(resnet("resnet8", 5), groups=resnet_groups).to("cpu", torch.float64)
+    return adapt(resnet("resnet8", 5)).to("cpu", torch.float64)
 
 
 @pytest.fixture(scope="module")

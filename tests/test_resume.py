@@ -124,6 +124,18 @@ def test_interrupted_a_run_saves_its_state_and_says_how_to_go_on(
     assert_same_run(out, uninterrupted)
 
 
+def test_interrupted_before_there_is_a_run_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("perada.api.prepare", interrupt)
+    assert train(tmp_path / "x", **CRASH) == 130
+    assert capsys.readouterr().err.strip().splitlines()[-1] == "interrupted"
+    assert not (tmp_path / "x").exists()
+
+
 def test_the_line_that_resumes_can_be_pasted_into_a_shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

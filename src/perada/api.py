@@ -105,16 +105,16 @@ class Run:
         rows = self.metrics
         if not rows:
             raise InputError(f"{self.path} was not evaluated yet: finish it with --resume")
-        last = rows[-1]
+        last, sizes = rows[-1], self.folder.about().get("clients")
+        if sizes is None:  # a run made before that was written down
+            sizes = {c.name: [len(c.train), len(c.val), len(c.test)] for c in self.federation.clients}
         return [
             {
-                "client": c.name,
-                "train": len(c.train),
-                "val": len(c.val),
-                "test": len(c.test),
-                **{s: last[s]["per_client"][c.name] for s in ("local_test", "local_val", "global_test")},
+                "client": name,
+                **dict(zip(("train", "val", "test"), sizes[name], strict=True)),
+                **{s: last[s]["per_client"][name] for s in ("local_test", "local_val", "global_test")},
             }
-            for c in self.federation.clients
+            for name in self.clients
         ]
 
     def state(self, client: str) -> State:

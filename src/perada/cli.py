@@ -17,7 +17,7 @@ from . import __version__, standings, tables
 from .api import Run, load, train
 from .compare import compare
 from .config import parse_grid, parse_setting, presets, resolve
-from .console import AsJson, out, print_json, say, tell
+from .console import INTERRUPTED, SAID, AsJson, out, print_json, say, tell
 from .data.commands import app as data_app
 from .errors import InputError, RunError
 from .folders import chosen_source
@@ -339,7 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without ± has a ? there
     try:
         code = app(args=words, standalone_mode=False)
-        return code if isinstance(code, int) else 0
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        return INTERRUPTED if code == SAID else code if isinstance(code, int) else 0
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # a group of commands without one
             print(error.format_message() if hasattr(error, "format_message") else error, file=sys.stderr)
@@ -353,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(str(error), 1)
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 import tomllib
@@ -133,7 +134,7 @@ def resolve(source: str = "digits", overrides: Mapping[str, Any] | None = None) 
     for key, value in {**_flat(special, str(chosen or "perada"), source), **(overrides or {})}.items():
         section, dot, name = key.partition(".")
         if not dot:
-            raise unknown("key", key, _known_keys("perada"))
+            raise _unknown("", key, "perada")
         table = tables.setdefault(section, {})
         if not isinstance(table, dict):
             raise InputError(f"{source}: [{section}] must be a section, not a value")
@@ -189,8 +190,10 @@ def _flat(special: Any, name: str, source: str, check: bool = True) -> dict[str,
 def parse_setting(text: str) -> tuple[str, Any]:
     """`section.key=value` from the command line; the value is TOML, or else plain text."""
     key, equals, value = text.partition("=")
-    if not equals or not key.strip():
+    if not equals or not key.strip() or len(text.strip().splitlines()) > 1:
         raise InputError(f"--set {text!r}: write it as section.key=value")
+    if value in ("True", "False"):  # as Python has them
+        return key.strip(), value == "True"
     try:
         return key.strip(), tomllib.loads(f"v = {value}")["v"]
     except tomllib.TOMLDecodeError:
@@ -249,6 +252,15 @@ def section(name: str, kind: Any, values: Any) -> Any:
     return _section(name, kind, values)
 
 
+def _unknown(section: str, key: str, method: str) -> InputError:
+    """Whoever writes `lr` or `optimizer.lr` is told of train.lr, and whoever writes `trian.lr` of train."""
+    said, keys, sections = f"{section}.{key}".strip("."), _known_keys(method), [*SECTIONS, "method"]
+    same = [k for k in keys if k.partition(".")[2] == key]
+    if same and not difflib.get_close_matches(section, sections, n=1):
+        return InputError(f"unknown key {said!r}: did you mean {same[0]!r}?")
+    return unknown("section", section, sections) if section else unknown("key", key, keys)
+
+
 def _known_keys(method: str) -> list[str]:
     keys = [f"{s}.{f.name}" for s, kind in SECTIONS.items() for f in dataclasses.fields(kind)]
     return [*keys, "method.name", *(f"method.{k}" for k in hyperparameters(method))]
@@ -264,8 +276,10 @@ def _build(tables: dict[str, Any]) -> Config:
         raise InputError(f"method.name must be text, not {name!r}")
     known = hyperparameters(name)
     for section, values in tables.items():
-        if section not in SECTIONS or not isinstance(values, dict):
-            raise unknown("section", section, [*SECTIONS, "method"])
+        if section in SECTIONS and not isinstance(values, dict):
+            raise InputError(f"{section} is a section: write [{section}] above its keys, or {section}.key = value")
+        if section not in SECTIONS:
+            raise _unknown(section, next(iter(values), "") if isinstance(values, dict) else "", name)
         for key in values:
             if f"{section}.{key}" not in (keys := _known_keys(name)):
                 raise unknown("key", f"{section}.{key}", keys)

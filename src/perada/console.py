@@ -14,6 +14,8 @@ WIDE = 160  # columns where nobody's screen ends: a table in a file or a pipe is
 
 out = Console(markup=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
 err = Console(stderr=True, markup=False)
+INTERRUPTED = 130
+SAID = 256 + INTERRUPTED  # inside, where it was said how to go on; typer gives the other code to any interrupt
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 
 

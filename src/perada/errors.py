@@ -26,7 +26,7 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C during a run, after its last finished round was saved. Exit code 130."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(f"interrupted; the last finished round is saved in {path}")
+        super().__init__(f"interrupted; what is finished is saved in {path}")
         self.path = path
 
 

@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from .console import err
+from .console import SAID, err
 from .errors import Interrupted
 from .rounds import Progress as RoundProgress
 
@@ -74,7 +74,7 @@ def watched(command: str = "") -> Iterator[Watch]:
         watch.bar.stop()
         again = f"Continue with: perada {command} --out {shlex.quote(str(stop.path))} --resume"
         print(f"{stop}. {again if command else 'The same command goes on from there.'}", file=sys.stderr)
-        raise typer.Exit(130) from stop
+        raise typer.Exit(SAID) from stop
     finally:
         if watch.bar.live.is_started:
             watch.bar.stop()

@@ -267,3 +267,13 @@ def test_a_site_with_one_training_image_is_refused_as_in_every_other_partition(m
                 build_federation(DataOptions(partition="site"), CPU)
         else:
             assert [c.name for c in build_federation(DataOptions(partition="site"), CPU).clients] == ["here", "there"]
+
+
+def test_office_home_is_split_as_in_the_paper() -> None:
+    """12,541 / 1,656 / 1,391 of 15,588 images in four domains."""
+    sizes = {"Art": 2427, "Clipart": 4365, "Product": 4439, "Real World": 4357}
+    site = np.repeat(list(sizes), list(sizes.values()))
+    images, targets = np.zeros((len(site), 3, 8, 8), np.uint8), np.arange(len(site)) % 65
+    source = Source("office-home", images, targets, tuple(map(str, range(65))), site=site)
+    clients = build_federation(resolve("office-home", {}).data, CPU, source).clients
+    assert [sum(len(getattr(c, s)) for c in clients) for s in ("train", "test", "val")] == [12_541, 1_656, 1_391]

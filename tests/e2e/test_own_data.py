@@ -119,6 +119,13 @@ def moved(sites: Path, run: Path, tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "elsewhere").rename(sites / "sites")
 
 
+def test_the_table_of_clients_needs_no_images(moved: Path, run: Path) -> None:
+    with_them, without = perada.load(run, data=moved).table(), perada.load(run).table()
+    assert with_them == without
+    sizes = {c.name: (len(c.train), len(c.val), len(c.test)) for c in perada.load(run, data=moved).federation.clients}
+    assert {r["client"]: (r["train"], r["val"], r["test"]) for r in without} == sizes
+
+
 def test_a_run_opens_after_its_data_moved(moved: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--data" in refused(capsys, "evaluate", str(run))
     found = strict(said(capsys, "evaluate", str(run), "--data", str(moved), "--json"))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perada.lanes import Batch, LaneModel, State, adapt, fold, gather, key_of
-from perada.models.resnet import ResNet, resnet, resnet_groups
+from perada.models.resnet import ResNet, resnet
 
 K, B = 4, 5
 LENGTHS = [7, 20, 1, 13]
@@ -67,7 +67,7 @@ def problem(
     dtype: torch.dtype = torch.float64,
 ) -> Problem:
     base, pixels = (resnet("resnet8", classes=4), 8) if net == "resnet8" else (tiny(), 16)
-    model = adapt(base, adapter=adapter, trained=trained, dropout=dropout, groups=resnet_groups)
+    model = adapt(base, adapter=adapter, trained=trained, dropout=dropout)
     model = model.to("cpu", dtype)
     draw = torch.Generator().manual_seed(2)
     shape = (K, max(LENGTHS), B)

@@ -11,6 +11,7 @@ from helpers import assert_close_norm, assert_same_tensors
 from torch import Tensor, nn
 
 from perada.lanes import Batch, Group, LaneModel, Options, adapt, fold, gather, sgd
+from perada.models.resnet import resnet
 
 from . import oracle
 from .problems import cross_entropy, noisy
@@ -286,3 +287,16 @@ def test_whether_a_state_is_a_whole_model() -> None:
     assert model.holds(start)
     assert not model.holds(start.only(start.params, []))
     assert not model.holds(start.only(["head.weight"], start.buffers))
+
+
+def test_a_resnet_of_torchvisions_layout_has_the_papers_groups() -> None:
+    """SPEC, section 4: with nothing said about groups, since it is how somebody else's ResNet comes."""
+    model = adapt(resnet("resnet18", 10))
+    size = {n: p.numel() for n, p in model.module.named_parameters()}
+    sizes = {name: sum(size[n] for n in group.params) for name, group in model.groups.items()}
+    assert sum(p.numel() for p in model.initial().params.values()) == sizes["adapter"] == 1_413_258
+    wanted = {"full": 11_181_642, "batch_norm": 7_808, "input": 4_731_968, "output": 5_130}
+    wanted["adapter_modules"] = 1_400_320
+    assert {n: sizes[n] for n in wanted} == wanted
+    assert not any(".downsample." in n for n in model.initial().params)
+    assert "input" not in adapt(foreign()).groups

@@ -16,6 +16,7 @@ from rich.console import Console
 from .. import tables
 from ..api import load
 from ..config import parse_setting
+from ..console import INTERRUPTED, SAID
 from ..errors import InputError
 from . import certs as keys
 from . import collect as shelf
@@ -53,7 +54,7 @@ def _until_stopped(work: Callable[[], None]) -> None:
             work()
     except Stop as stop:
         _say("stopped")
-        raise typer.Exit(stop.code) from stop
+        raise typer.Exit(SAID if stop.code == INTERRUPTED else stop.code) from stop
 
 
 @contextmanager
@@ -177,7 +178,7 @@ def run_command(
     except Stop as stop:
         control.stop(number)
         _say(f"stopped; rounds are saved. Go on with: {again}")
-        raise typer.Exit(130) from stop
+        raise typer.Exit(SAID) from stop
     finished = load(path)
     if as_json:
         print(json.dumps({"run": str(path), **finished.summary}, indent=1))

@@ -37,7 +37,7 @@ def adapt(
     trained: a parameter group ("adapter", "full", "output", ...) or parameter names.
     where: a regular expression for the convolutions that get an adapter, instead of that rule.
     groups: computes the parameter groups; the default knows adapter, adapter_modules, batch_norm, output,
-        feature_extractor, full and everything.
+        feature_extractor, full and everything, and of a ResNet in torchvision's layout also input.
     head: the name of the prediction layer; default, the last linear layer.
     """
     module = copy.deepcopy(module)
@@ -147,10 +147,14 @@ def _lane_aware(layer: nn.Module, name: str, trained: bool) -> nn.Module | None:
     return kinds[type(layer)](layer)
 
 
-def default_groups(module: nn.Module, head: str, frozen: str | None = None) -> dict[str, Group]:
-    """The groups any module has; a model family may declare more (the input layers of a ResNet).
+SHORTCUT = re.compile(r"(^|\.)downsample\.")  # as torchvision and timm call what stands beside a block
+RESNET = {"conv1.weight", "bn1.weight", "layer1.0.conv1.weight", "layer1.0.bn1.weight"}
 
-    frozen: a regular expression for norms that belong to neither batch_norm nor adapter.
+
+def default_groups(module: nn.Module, head: str) -> dict[str, Group]:
+    """The groups any module has. The affines of a shortcut's norms belong to neither batch_norm nor adapter.
+
+    The input group of a ResNet is its stem and the FIRST convolution of every block, with their norms.
     """
     params = [n for n, _ in module.named_parameters()]
     buffers = [n for n, _ in module.named_buffers() if n.endswith(("running_mean", "running_var"))]
@@ -159,21 +163,27 @@ def default_groups(module: nn.Module, head: str, frozen: str | None = None) -> d
     def owner(name: str) -> str:
         return name.rpartition(".")[0]
 
+    def first(name: str) -> bool:
+        path = name.split(".")
+        return path[-2] in ("conv1", "bn1") and "adapter" not in path
+
     added = frozenset(n for n in params if ".adapter." in n)
     everything = Group(frozenset(params), frozenset(buffers))
     modules = Group(added, frozenset(n for n in buffers if ".adapter." in n))
     full = everything - modules
     output = Group(frozenset(n for n in params if owner(n) == head), frozenset())
-    norms = frozenset(n for n in full.params if owner(n) in kinds and not (frozen and re.search(frozen, n)))
+    norms = frozenset(n for n in full.params if owner(n) in kinds and not SHORTCUT.search(n))
     # Where batch norms are personal every norm's statistics are, those of norms left out here too.
     layer_norms = frozenset(n for n in norms if isinstance(kinds[owner(n)], nn.LayerNorm))
-    batch_norm = Group(norms - layer_norms, full.buffers)
-    return {
+    found = {
         "full": full,
         "adapter": Group(added | norms | output.params, everything.buffers),
         "adapter_modules": modules,
         "output": output,
-        "batch_norm": batch_norm,
+        "batch_norm": Group(norms - layer_norms, full.buffers),
         "feature_extractor": full - output,
         "everything": everything,
     }
+    if set(params) >= RESNET:
+        found["input"] = Group(frozenset(filter(first, full.params)), frozenset(filter(first, full.buffers)))
+    return found

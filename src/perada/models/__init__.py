@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ..errors import unknown
 from ..lanes import Group, LaneModel, adapt
-from .resnet import SHAPES, ResNet, resnet, resnet_groups
+from .resnet import SHAPES, ResNet, resnet
 from .weights import WeightReport, load_into, read_weights
 
 __all__ = [
@@ -39,7 +39,7 @@ def build_backbone(name: str, classes: int, weights: str, seed: int) -> tuple[Re
 
 def lane_model(net: ResNet, trained: str, adapter: str | None, dropout: float, seed: int) -> LaneModel:
     """`net` with its lanes: with adapters (PerAda), or as it is (None: full-model methods)."""
-    return adapt(net, adapter=adapter, trained=trained, dropout=dropout, groups=resnet_groups, seed=seed)
+    return adapt(net, adapter=adapter, trained=trained, dropout=dropout, seed=seed)
 
 
 @dataclass(frozen=True)

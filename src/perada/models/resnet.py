@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..lanes import Group, LaneBatchNorm, Stem, default_groups, key_of, side_by_side
+from ..lanes import LaneBatchNorm, Stem, key_of, side_by_side
 
 
 def normed(norm: nn.Module, x: Tensor, add: Tensor | None = None) -> Tensor:
@@ -104,16 +103,3 @@ def resnet(name: str, classes: int, seed: int = 0) -> ResNet:
             nn.init.uniform_(layer.weight, -bound, bound, generator=draw)
             nn.init.uniform_(layer.bias, -bound, bound, generator=draw)
     return net
-
-
-def resnet_groups(module: nn.Module) -> Mapping[str, Group]:
-    """The parameter groups of SPEC, section 4. "Input" is the stem and the FIRST convolution of every block."""
-
-    def first(name: str) -> bool:
-        path = name.split(".")
-        return path[-2] in ("conv1", "bn1") and "adapter" not in path
-
-    groups = default_groups(module, head="fc", frozen=r"\.downsample\.")
-    full = groups["full"]
-    entry = Group(frozenset(filter(first, full.params)), frozenset(filter(first, full.buffers)))
-    return {**groups, "input": entry}
