@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shutil
 import warnings
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from . import __version__
@@ -23,6 +21,7 @@ from .config import Config, resolve
 from .data import SEVERITIES, Federation, blank, build_federation, data_home, named_sets, place_of, read_image
 from .errors import InputError, unknown
 from .evaluate import Scores, all_scores_on, personal_scores, scores_on
+from .export import about, check_out, write_program, write_weights
 from .folders import (
     NewFolder,
     chosen_source,
@@ -171,30 +170,16 @@ class Run:
         return out
 
     def export(self, client: str, out: str | Path, merged: bool = False) -> None:
-        """The personal part as safetensors; with `merged` the whole network, ready for `load_state_dict`."""
+        """FILE.safetensors: the personal part, or with `merged` the whole network, ready for `load_state_dict`.
+        FILE.pt2 and FILE.onnx: the whole network as a program, `normalise`d images `[n, 3, H, W]` in, logits out."""
         out = Path(out)
         check_out(out)
-        if merged:
-            held = {k: t.detach().clone() for k, t in self.model(client).state_dict().items()}
+        held = self.names
+        said = about(self.config, client, held.classes, mean=held.mean, std=held.std, multilabel=held.multilabel)
+        if out.suffix == ".safetensors":
+            write_weights(out, self.model(client), self.state(client), merged, said)
         else:
-            state = self.state(client)
-            held = {n: t[0].clone() for part in (state.params, state.buffers) for n, t in part.items()}
-        write_weights(out, held, self.config, client, self.names.classes)
-
-
-def check_out(out: Path) -> None:
-    if out.suffix != ".safetensors":
-        raise InputError(f"--out {out}: the name must end in .safetensors")
-
-
-def write_weights(out: Path, held: Mapping[str, Tensor], config: Config, client: str, classes: Sequence[str]) -> None:
-    """A client's weights as one safetensors file that says what it is."""
-    about = {"perada": __version__, "client": client, "method": config.method_name}
-    about |= {"backbone": config.model.backbone, "classes": json.dumps(list(classes))}
-    try:
-        write_atomic(out, save({n: t.cpu().contiguous() for n, t in held.items()}, about))
-    except OSError as error:
-        raise InputError(f"cannot write {out}: {error.strerror}") from error
+            write_program(out, self.model(client), held.images.shape[2:], said)
 
 
 def load(path: str | Path, *, data: str | Path | None = None, device: str = "auto", say: Say = _warn) -> Run:

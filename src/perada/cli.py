@@ -235,11 +235,13 @@ def predict(
 def export(
     run: RunPath,
     client: Annotated[str, typer.Option(help="whose personal model")],
-    out_file: Annotated[Path, typer.Option("--out", metavar="FILE", help="a name that ends in .safetensors")],
+    out_file: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help=".safetensors: weights; .pt2, .onnx: the whole network")
+    ],
     merged: Annotated[bool, typer.Option("--merged", help="the whole network instead of the personal part")] = False,
     data: DataPath = None,
 ) -> None:
-    """A client's personal adapter (or merged model) as one file."""
+    """A client's personal adapter (or merged model) as one file; .onnx needs pip install 'perada[onnx]'."""
     load(run, data=data, say=say).export(client, out_file, merged)
     tell(f"wrote {out_file}")
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from commands import said, strict
@@ -309,3 +310,41 @@ def test_a_table_in_a_pipe_is_not_cut() -> None:
     env = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
     done = subprocess.run([*typed, "--set", "data.partition=shards"], capture_output=True, env=env, check=True)
     assert "…" not in done.stdout.decode()
+
+
+@pytest.mark.parametrize("ending", ["pt2", "onnx"])
+def test_an_exported_program_says_what_the_model_says(
+    ending: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For any number of images, in a runtime that knows nothing of this project."""
+    out = tmp_path / f"client.{ending}"
+    assert "wrote" in said(capsys, "export", str(run), "--client", "client-01", "--out", str(out))
+    opened = perada.load(run)
+    pixels = torch.randint(0, 256, (5, 1, 8, 8), dtype=torch.uint8)
+    images = opened.normalise(pixels)
+    with torch.no_grad():
+        wanted = opened.model("client-01")(images)
+    for n in (5, 1):
+        if ending == "pt2":
+            more = {"perada.json": ""}
+            found = torch.export.load(out, extra_files=more).module()(images[:n])
+            about = json.loads(more["perada.json"])
+        else:
+            session = onnxruntime.InferenceSession(out, providers=["CPUExecutionProvider"])
+            found = torch.from_numpy(session.run(["logits"], {"images": images[:n].numpy()})[0])
+            about = session.get_modelmeta().custom_metadata_map
+        assert torch.allclose(found, wanted[:n], atol=1e-5)
+    assert about["client"] == "client-01"
+    assert json.loads(about["classes"]) == list("0123456789")
+    held = opened.names
+    assert (json.loads(about["mean"]), json.loads(about["std"])) == (list(held.mean), list(held.std))
+
+
+def test_an_onnx_file_needs_its_extra(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("perada.export.find_spec", lambda name: None)
+    out = tmp_path / "x.onnx"
+    assert cli.main(["export", str(run), "--client", "client-01", "--out", str(out)]) == 2
+    assert "pip install 'perada[onnx]'" in capsys.readouterr().err
+    assert not out.exists()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import nn
 
-from ..api import check_out, write_weights
 from ..errors import InputError, unknown
+from ..export import about, check_out, write_weights
 from ..lanes import State
 from .client import NeedsWeights, Site, Work
 from .messages import Refused
@@ -57,10 +57,7 @@ def personal(settings: SiteSettings, run: str = "") -> Personal:
 
 def export(settings: SiteSettings, out: Path, merged: bool = False, run: str = "") -> None:
     """The personal part as safetensors; with `merged` the whole network, ready for `load_state_dict`."""
-    check_out(out)
+    check_out(out, [".safetensors"])
     found = personal(settings, run)
-    if merged:
-        held = {k: t.detach().clone() for k, t in found.module().state_dict().items()}
-    else:
-        held = {n: t[0].clone() for part in (found.state.params, found.state.buffers) for n, t in part.items()}
-    write_weights(out, held, found.work.config, settings.name, found.work.plan.classes)
+    said = about(found.work.config, settings.name, found.work.plan.classes, multilabel=found.work.plan.multilabel)
+    write_weights(out, found.module(), found.state, merged, said)
