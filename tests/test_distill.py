@@ -377,6 +377,7 @@ def test_a_guard_keeps_what_it_judged(
     assert torch.equal(found.buffers["bn1.running_mean"], start.buffers["bn1.running_mean"]) == statistics
     assert server.log is not None
     assert server.log["guard_chose"] == steps
+    assert server.log["guard_index"] == losses.index(min(losses))
 
 
 def test_distilling_brings_the_student_nearer(chunks: list[Tensor], teachers: State, model: LaneModel) -> None:

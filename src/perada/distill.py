@@ -355,4 +355,6 @@ class Server:
         best = int(judged.nan_to_num(nan=torch.inf).argmin())  # the first of equals: the plain average
         known = [x if judges.any() and math.isfinite(x) else None for x in judged.tolist()]
         self.log |= {"guard_steps": steps, "guard_losses": known, "guard_chose": steps[best]}
+        if o.keep_stats == "student":  # 0 steps may be the plain average, or that with statistics of the public images
+            self.log["guard_index"] = best
         return found.map(lambda t: t[best : best + 1].clone())

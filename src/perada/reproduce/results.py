@@ -130,8 +130,8 @@ def _short(row: Mapping[str, Any]) -> dict[str, Any]:
     found |= {k: row[k] for k in COUNTERS if k in row}
     if row.get("global_model"):
         found["global_model"] = row["global_model"]
-    chose = (row.get("distill") or {}).get("guard_chose")
-    return found if chose is None else {**found, "guard_chose": chose}
+    log = row.get("distill") or {}
+    return found | {k: log[k] for k in ("guard_chose", "guard_index") if log.get(k) is not None}
 
 
 def path_of(root: Path, experiment: str, run: str) -> Path:
