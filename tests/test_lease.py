@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ for at in range(1, 11):
     for run in runs:
         with (home / run / "metrics.jsonl").open("a") as file:
             print(json.dumps({"round": at}), file=file)
-out = pathlib.Path("results") / sys.argv[2]
+out = pathlib.Path(args["--results"]) / sys.argv[2]
 out.mkdir(parents=True, exist_ok=True)
 for run in runs:
     (out / f"{run}.json").write_text("{}")
@@ -38,7 +39,7 @@ for run in runs:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    for name in ("log", "runs", "data", "tree"):
+    for name in ("log", "runs", "data", "tree", "results"):
         (tmp_path / name).mkdir()
     (tmp_path / "fake.py").write_text(FAKE)
     return tmp_path
@@ -121,8 +122,40 @@ def test_pieces_bring_everything_through_a_narrow_door(tmp_path: Path) -> None:
 
 
 def test_start_refuses_while_something_is_missing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert lease.start(home, 60, ["main:a=1"], "false") == 1
+    assert lease.start(home, 60, ["main:ditto-0=1"], "false") == 1
     assert "not here yet: pieces.json" in capsys.readouterr().out
+    for strange, words in (("maim:ditto-0=1", "maim is no experiment"), ("main:dito-0=1", "main has no run dito-0")):
+        with pytest.raises(SystemExit, match=words):
+            lease.start(home, 60, [strange], "false")
+
+
+def test_a_second_start_keeps_what_the_first_has_made(tmp_path: Path) -> None:
+    """The tree is copied anew; what lies in the results since is newer than what it has."""
+    (tmp_path / "weights.safetensors").write_bytes(b"w")
+    lease.pieces([tmp_path / "weights.safetensors"], tmp_path / "out", most=1)
+    home = tmp_path / "home"
+    lease.take(tmp_path / "out", home)
+    start = [sys.executable, str(TOOLS / "lease.py"), "start", "--seconds", "60", "digits:perada-0=1000"]  # too long
+    for _ in range(2):
+        subprocess.run(start, env={**os.environ, "PERADA_LEASE": str(home)}, check=True)
+        assert (home / "results" / "main" / "perada-0.json").is_file()
+        waited = time.monotonic()
+        while lease.alive(home):
+            assert time.monotonic() - waited < 60
+            time.sleep(0.1)
+        (home / "results" / "main" / "perada-0.json").write_text("newer")
+    assert (home / "results" / "main" / "perada-0.json").read_text() == "newer"
+    assert "end" in (home / "log" / "queue.txt").read_text()
+
+
+def test_who_died_unnoticed_is_not_at_work(home: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    (home / "pid").write_text(str(child.pid))
+    waited = time.monotonic()
+    while lease.alive(home):  # it ends, and as nobody waits for it, stays as a zombie
+        assert time.monotonic() - waited < 60
+        time.sleep(0.05)
+    child.wait()
 
 
 def test_poll_does_not_wait_for_what_is_not_there(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,8 +170,8 @@ def test_poll_does_not_wait_for_what_is_not_there(home: Path, capsys: pytest.Cap
 def test_poll_waits_while_it_works_and_brings_results(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     (home / "pid").write_text(str(work.pid))
-    (home / "tree" / "results").mkdir()
-    (home / "tree" / "results" / "a.json").write_text("{}")
+    (home / "results" / "a.json").write_text("{}")
+    (home / "results" / ".a.json.part").write_text("")
     try:
         assert lease.poll(home, 0.3, home / "out", every=0.1) == 0
     finally:
@@ -150,10 +183,31 @@ def test_poll_waits_while_it_works_and_brings_results(home: Path, capsys: pytest
 
 def test_a_real_process_is_started_and_watched(home: Path) -> None:
     command = f"{sys.executable} {home / 'fake.py'}"
-    queue = Queue(home, 60, command, [Item.parse("main:a,b=2"), Item.parse("other:c=1")], None)
+    queue = Queue(home, 600, command, [Item.parse("main:a,b=2"), Item.parse("other:c=1")], None)
     queue.work(lambda: time.sleep(0.05))
-    assert sorted(p.stem for p in (home / "tree" / "results").rglob("*.json")) == ["a", "b", "c"]
-    assert "a: round 10, " in (home / "log" / "queue.txt").read_text()
+    assert sorted(p.stem for p in (home / "results").rglob("*.json")) == ["a", "b", "c"]
+    assert [i.rounds for i in queue.items] == [10, 10]
+    assert "too slow" not in (home / "log" / "queue.txt").read_text()
+
+
+def test_whatever_goes_wrong_in_the_queue_its_processes_end_with_it(home: Path) -> None:
+    queue = Queue(home, 600, f"{sys.executable} -c 'import time; time.sleep(600)'", [Item.parse("main:a=2")], None)
+    steps = iter([None])
+    with pytest.raises(StopIteration):
+        queue.work(lambda: next(steps))
+    process = queue.items[0].process
+    assert process is not None
+    assert process.wait(timeout=30) != 0
+
+
+def test_a_result_of_before_is_not_what_was_asked_for(home: Path) -> None:
+    item = Item.parse("main:a=2")
+    queue = Queue(home, 600, "", [item], None)
+    (home / "results" / "main").mkdir()
+    (home / "results" / "main" / "a.json").write_text("{}")
+    assert queue.finished(item)
+    item.wall = time.time() + 100
+    assert not queue.finished(item)
 
 
 def test_one_after_another_as_long_as_there_is_time(home: Path) -> None:
@@ -178,9 +232,38 @@ def test_the_first_has_the_right_of_way(home: Path) -> None:
 
 
 def test_what_cannot_be_done_together_is_done_in_halves(home: Path) -> None:
-    queue = Played(home, 700, "main:a,b,c,d=300", slow=1.7)  # 680 s and a margin
+    queue = Played(home, 700, "main:a,b,c,d=300", slow=1.8)  # 720 s
     assert queue.play()[:4] == ["a: begun", "a: too slow", "a: begun", "a: done"]
     assert queue.items[0].runs == ["a", "b"]
+
+
+def test_what_cannot_be_done_at_all_makes_room(home: Path) -> None:
+    queue = Played(home, 300, "main:a=200", "main:b=100", slow=4.0)
+    queue.items[1].runs = ["b"]
+    said = queue.play()
+    assert said[:3] == ["a: begun", "a: too slow", "b: begun"]
+
+
+def test_what_fails_late_goes_on_where_it_was(home: Path) -> None:
+    """With 60 of 100 rounds done, the 130 seconds that are left are enough, though it had asked for 150."""
+    queue = Played(home, 190, "main:a=150")
+    queue.begin(queue.items[0])
+    for _ in range(60):
+        queue.tick()
+        queue.step()
+    queue.items[0].process.returncode = 9  # type: ignore[union-attr]
+    queue.step()
+    assert queue.items[0].part == 0.6
+    assert queue.items[0].process is not None
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_what_would_fail_again_is_not_tried_again(home: Path, code: int) -> None:
+    queue = Played(home, 500, "main:a=100", "main:b=100", shared=True)
+    queue.begin(queue.items[0])
+    queue.items[0].process.returncode = code  # type: ignore[union-attr]
+    assert queue.play()[1:] == [f"a: FAILED with {code}", "b: begun", "b: done", "end"]
+    assert queue.shared
 
 
 def test_a_failure_is_tried_once_more_and_ends_the_sharing(home: Path) -> None:

@@ -8,7 +8,7 @@ makes folders PIECES/0, PIECES/1, ... of at most so many MiB: photographs as los
 in a copy of this repository, for every piece that was carried and then for the work:
 
     python tools/lease.py take PIECES/0                                   # what is still missing
-    python tools/lease.py start --seconds 1690 QUEUE ...                  # refuses while something is missing
+    python tools/lease.py start --seconds 1640 QUEUE ...                  # what is left of the time
     python tools/lease.py poll 560 --bring OUT                            # every call one piece of the waiting
 
 `start` leaves a process behind that goes through the queue (`lease_queue.py`: its docstring says what QUEUE is). `poll`
@@ -19,6 +19,7 @@ them too. Each step may be repeated, and none waits for something that is not th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-SIDE = 100  # images in a row of a sheet
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "src")]
+from lease_queue import Item
+
+SIDE, MOST = 100, 16_383  # images in a row of a sheet at most, and WebP's pixels
 LIST = "pieces.json"
 Image.MAX_IMAGE_PIXELS = None  # sheets are large, and our own
 HOME = Path(os.environ.get("PERADA_LEASE") or "/tmp/perada-lease")  # there; the repository's copy may be replaced
@@ -55,21 +60,26 @@ def sheets(path: Path, into: Path) -> list[Path]:
     for key in [k for k, a in held.items() if photographs(a)]:
         images = held.pop(key)
         count, height, width, _ = images.shape
+        side = _side(images.shape)
         held[f"{key}.shape"] = np.array(images.shape)
-        for number, first in enumerate(range(0, count, SIDE * SIDE)):
-            block = images[first : first + SIDE * SIDE]
-            rows = -(-len(block) // SIDE)
-            whole = np.zeros((rows * SIDE, height, width, 3), np.uint8)
+        for number, first in enumerate(range(0, count, side * side)):
+            block = images[first : first + side * side]
+            rows = -(-len(block) // side)
+            whole = np.zeros((rows * side, height, width, 3), np.uint8)
             whole[: len(block)] = block
-            sheet = whole.reshape(rows, SIDE, height, width, 3).transpose(0, 2, 1, 3, 4)
+            sheet = whole.reshape(rows, side, height, width, 3).transpose(0, 2, 1, 3, 4)
             file = into / f"{path.stem}.{key}.{number}.webp"
-            Image.fromarray(sheet.reshape(rows * height, SIDE * width, 3)).save(file, lossless=True, quality=75)
+            Image.fromarray(sheet.reshape(rows * height, side * width, 3)).save(file, lossless=True, quality=75)
             made.append(file)
     if not made:
         return [Path(shutil.copy(path, into))]
     rest = into / f"{path.stem}.rest.npz"
     np.savez_compressed(rest, **held)
     return [*made, rest]
+
+
+def _side(shape: Sequence[int]) -> int:
+    return min(SIDE, MOST // max(shape[1:3]))
 
 
 def unsheet(rest: Path, out: Path) -> None:
@@ -88,7 +98,7 @@ def _sheet(file: Path, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     _, height, width, _ = shape
     with Image.open(file) as image:
         pixels = np.asarray(image.convert("RGB"))
-    blocks = pixels.reshape(-1, height, SIDE, width, 3).transpose(0, 2, 1, 3, 4)
+    blocks = pixels.reshape(-1, height, _side(shape), width, 3).transpose(0, 2, 1, 3, 4)
     return blocks.reshape(-1, height, width, 3)
 
 
@@ -147,13 +157,16 @@ def unpack(home: Path) -> None:
 def alive(home: Path) -> bool:
     """Whether a process of `start` is at work: it holds its number in a file and takes that away at its end."""
     try:
-        os.kill(int((home / "pid").read_text()), 0)
+        pid = int((home / "pid").read_text())
+        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat")
+        return not stat.is_file() or stat.read_text().rpartition(")")[2].split()[0] != "Z"  # dead, and nobody looked
     except (OSError, ValueError):
         return False
-    return True
 
 
 def start(home: Path, seconds: float, queue: list[str], command: str) -> int:
+    check(queue)
     if missing := take(home / "nothing", home):
         print(f"not here yet: {', '.join(missing)}")
         return 1
@@ -165,8 +178,13 @@ def start(home: Path, seconds: float, queue: list[str], command: str) -> int:
     shutil.rmtree(tree, ignore_errors=True)
     here = Path(__file__).resolve().parents[1]
     shutil.copytree(here, tree, ignore=shutil.ignore_patterns(".git", ".venv", "runs"))
-    (home / "log").mkdir(exist_ok=True)
-    (home / "runs").mkdir(exist_ok=True)
+    for name in ("log", "runs", "results"):
+        (home / name).mkdir(exist_ok=True)
+    for path in (tree / "results").rglob("*.json"):  # what was made here since is newer
+        there = home / "results" / path.relative_to(tree / "results")
+        if not there.exists():
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, there)
     driver = [sys.executable, str(tree / "tools" / "lease_queue.py"), str(home), str(seconds), command, *queue]
     with (home / "log" / "queue.err").open("a") as errors:
         process = subprocess.Popen(
@@ -176,14 +194,28 @@ def start(home: Path, seconds: float, queue: list[str], command: str) -> int:
     return 0
 
 
+def check(queue: list[str]) -> None:
+    """Names that are none would be found out on the machine that is paid for."""
+    from perada.reproduce import experiments  # here: the other verbs need not wait for torch
+
+    known = experiments()
+    for item in map(Item.parse, queue):
+        if item.experiment not in known:
+            raise SystemExit(f"{item.experiment} is no experiment: {', '.join(known)}")
+        if strange := set(item.runs) - {t.name for t in known[item.experiment].trials}:
+            raise SystemExit(f"{item.experiment} has no run {', '.join(sorted(strange))}")
+
+
 def bring(home: Path, out: Path) -> None:
+    """Archives of logs and results; where one cannot be made now, as files come and go, the one before stays."""
     out.mkdir(parents=True, exist_ok=True)
-    for name, folder in (("log", home / "log"), ("results", home / "tree" / "results")):
-        if folder.is_dir():
-            part = out / f"{name}.part"
+    for name in ("log", "results"):
+        part = out / f"{name}.part"
+        with contextlib.suppress(OSError):
             with tarfile.open(part, "w:gz") as archive:
-                archive.add(folder, name)
+                archive.add(home / name, name, filter=lambda entry: None if entry.name.endswith(".part") else entry)
             part.replace(out / f"{name}.tgz")
+        part.unlink(missing_ok=True)
 
 
 def poll(home: Path, seconds: float, out: Path, every: float = 8.0) -> int:

@@ -134,7 +134,7 @@ def resolve(source: str = "digits", overrides: Mapping[str, Any] | None = None) 
     for key, value in {**_flat(special, str(chosen or "perada"), source), **(overrides or {})}.items():
         section, dot, name = key.partition(".")
         if not dot:
-            raise _unknown("", key, "perada")
+            raise _unknown("", key, chosen if chosen in REGISTRY else "perada")
         table = tables.setdefault(section, {})
         if not isinstance(table, dict):
             raise InputError(f"{source}: [{section}] must be a section, not a value")
@@ -256,8 +256,8 @@ def _unknown(section: str, key: str, method: str) -> InputError:
     """Whoever writes `lr` or `optimizer.lr` is told of train.lr, and whoever writes `trian.lr` of train."""
     said, keys, sections = f"{section}.{key}".strip("."), _known_keys(method), [*SECTIONS, "method"]
     same = [k for k in keys if k.partition(".")[2] == key]
-    if same and not difflib.get_close_matches(section, sections, n=1):
-        return InputError(f"unknown key {said!r}: did you mean {same[0]!r}?")
+    if same and not difflib.get_close_matches(section or key, sections, n=1, cutoff=0.8):
+        return InputError(f"unknown key {said!r}: did you mean {' or '.join(map(repr, same))}?")
     return unknown("section", section, sections) if section else unknown("key", key, keys)
 
 
@@ -279,7 +279,8 @@ def _build(tables: dict[str, Any]) -> Config:
         if section in SECTIONS and not isinstance(values, dict):
             raise InputError(f"{section} is a section: write [{section}] above its keys, or {section}.key = value")
         if section not in SECTIONS:
-            raise _unknown(section, next(iter(values), "") if isinstance(values, dict) else "", name)
+            where = (section, next(iter(values), "")) if isinstance(values, dict) else ("", section)
+            raise _unknown(*where, name)
         for key in values:
             if f"{section}.{key}" not in (keys := _known_keys(name)):
                 raise unknown("key", f"{section}.{key}", keys)

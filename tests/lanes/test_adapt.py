@@ -300,3 +300,18 @@ def test_a_resnet_of_torchvisions_layout_has_the_papers_groups() -> None:
     assert {n: sizes[n] for n in wanted} == wanted
     assert not any(".downsample." in n for n in model.initial().params)
     assert "input" not in adapt(foreign()).groups
+
+
+def test_only_in_a_resnet_is_a_downsample_a_shortcut() -> None:
+    """In other networks it is a part of the main path, and its norm is trained like any other."""
+
+    class Other(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__()
+            self.downsample = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4))
+            self.head = nn.Sequential(nn.Flatten(), nn.Linear(4 * 6 * 6, 2))
+
+    assert {"downsample.1.weight", "downsample.1.bias"} <= adapt(Other()).groups["adapter"].params
+    net = resnet("resnet18", 10)
+    net.scale = nn.Parameter(torch.ones(1))  # type: ignore[assignment]
+    assert "scale" in adapt(net).groups["full"].params

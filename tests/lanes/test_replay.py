@@ -289,3 +289,22 @@ def test_pull_and_weight_decay_of_a_recorded_distillation(kernels: bool, monkeyp
         monkeypatch.setattr(fast, "DEVICES", ("cpu",))
     for name, tensor in distilled(**held).items():
         assert_close_norm(tensor, wanted[name], 1e-9, what=name)
+
+
+def test_recorded_distillation_goes_on_through_the_chunks_from_round_to_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps a round over eight chunks: three rounds use six of them, in one recording."""
+
+    def run() -> Simulation:
+        few = {"distill__steps": 2, "distill__size": 128, "distill__guard": "none", "run__precision": "fp64"}
+        sim = prepare(small(method__name="perada", **few))
+        assert len(sim.public) == 8
+        for _ in range(3):
+            sim.step()
+        return sim
+
+    wanted = everything(run())
+    monkeypatch.setattr(replay, "DEVICES", ("cpu",))
+    found = run()
+    assert found.model.__dict__["replays"]
+    for name, tensor in everything(found).items():
+        assert_close_norm(tensor, wanted[name], 1e-9, what=name)

@@ -147,14 +147,13 @@ def _lane_aware(layer: nn.Module, name: str, trained: bool) -> nn.Module | None:
     return kinds[type(layer)](layer)
 
 
-SHORTCUT = re.compile(r"(^|\.)downsample\.")  # as torchvision and timm call what stands beside a block
+SHORTCUT = re.compile(r"\.(downsample|shortcut)\.")  # what stands beside a block of a ResNet
 RESNET = {"conv1.weight", "bn1.weight", "layer1.0.conv1.weight", "layer1.0.bn1.weight"}
 
 
 def default_groups(module: nn.Module, head: str) -> dict[str, Group]:
-    """The groups any module has. The affines of a shortcut's norms belong to neither batch_norm nor adapter.
-
-    The input group of a ResNet is its stem and the FIRST convolution of every block, with their norms.
+    """The groups any module has. Of a ResNet the affines of the shortcuts' norms belong to neither batch_norm nor
+    adapter, and its input group is the stem and the FIRST convolution of every block, with their norms.
     """
     params = [n for n, _ in module.named_parameters()]
     buffers = [n for n, _ in module.named_buffers() if n.endswith(("running_mean", "running_var"))]
@@ -165,14 +164,15 @@ def default_groups(module: nn.Module, head: str) -> dict[str, Group]:
 
     def first(name: str) -> bool:
         path = name.split(".")
-        return path[-2] in ("conv1", "bn1") and "adapter" not in path
+        return len(path) > 1 and path[-2] in ("conv1", "bn1") and "adapter" not in path
 
+    is_resnet = set(params) >= RESNET
     added = frozenset(n for n in params if ".adapter." in n)
     everything = Group(frozenset(params), frozenset(buffers))
     modules = Group(added, frozenset(n for n in buffers if ".adapter." in n))
     full = everything - modules
     output = Group(frozenset(n for n in params if owner(n) == head), frozenset())
-    norms = frozenset(n for n in full.params if owner(n) in kinds and not SHORTCUT.search(n))
+    norms = frozenset(n for n in full.params if owner(n) in kinds and not (is_resnet and SHORTCUT.search(n)))
     # Where batch norms are personal every norm's statistics are, those of norms left out here too.
     layer_norms = frozenset(n for n in norms if isinstance(kinds[owner(n)], nn.LayerNorm))
     found = {
@@ -184,6 +184,6 @@ def default_groups(module: nn.Module, head: str) -> dict[str, Group]:
         "feature_extractor": full - output,
         "everything": everything,
     }
-    if set(params) >= RESNET:
+    if is_resnet:
         found["input"] = Group(frozenset(filter(first, full.params)), frozenset(filter(first, full.buffers)))
     return found

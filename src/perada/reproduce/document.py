@@ -39,9 +39,10 @@ What differs from the paper's set-up, everywhere below:
 - **Tuning.** The paper tunes every method's rate. Here the main five have the preset's (the paper's final rate and λ,
   found for PerAda), and only distillation had a study; the others have a small grid each.
 - **Averages** over clients are over all of them, also in figures over rounds, where the paper has those that took part.
-- **Distillation's rate** falls as a cosine (the paper names none), but for `as-written` of the ablations.
+- **Distillation's rate** falls as a cosine (the paper names none), also in `as-written` of the study.
 - `perada-guard-none` is PerAda with the settled distillation but without its guard, so that every distilled adapter is
-  broadcast, as in Algorithm 1. The paper's text read literally is `as-written`, in the study and in the ablations.
+  broadcast, as in Algorithm 1. The paper's text read literally is `as-written`: in the ablations to the letter, in the
+  study but for the rate's schedule.
 - *Guard accepted* counts the rounds in which a student of at least one step was broadcast. With `keep_stats=student` it
   also judges the average with running statistics of the public images: if that is best, it is broadcast and counts as
   refused.
@@ -106,9 +107,11 @@ def _where(state: State) -> str:
     devices, dates = sorted({r["device"] for r in found}), sorted({r["date"] for r in found})
     torches = sorted({r["versions"]["torch"] for r in found})
     minutes = sum(r["seconds"] / r["together"] for r in found) / 60
+    beside = sum(bool(r.get("shared_gpu")) for r in found)
+    words = f" ({beside} of the runs beside others on the same GPU, whose time is in it)" if beside else ""
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return (
-        f"{len(found)} of {len(state.experiment.trials)} runs, {minutes:.1f} minutes in all, {days}, "
+        f"{len(found)} of {len(state.experiment.trials)} runs, {minutes:.1f} minutes in all{words}, {days}, "
         f"{' and '.join(devices)}, torch {' and '.join(torches)}."
     )
 

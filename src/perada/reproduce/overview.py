@@ -69,6 +69,8 @@ def corrections(root: Path) -> dict[Kind, float]:
     for one in experiments().values():
         state = state_of(one, root) if (root / one.name).is_dir() else State(one)
         for name, result in state.found.items():
+            if result.get("shared_gpu"):
+                continue
             key = one.preset, result["method"]
             spent[key] = spent.get(key, 0.0) + taken(result)
             wanted[key] = wanted.get(key, 0.0) + expected(one, state.configs[name])

@@ -94,9 +94,8 @@ class Experiment:
 
 
 GPU: Settings = {"run.precision": "bf16", "run.checkpoint_every": 10}
-SELDOM: Settings = {
-    "run.checkpoint_every": 50
-}  # of 20 full models: all that are trained together wait while it is taken
+# To take a checkpoint of 20 full models stops, for a second or two, all runs that are trained together.
+SELDOM: Settings = {"run.checkpoint_every": 50}
 SHIFTS: Settings = {"run.shifts": True}
 CIFAR10: Settings = {**GPU, "data.min_per_class": 2}  # as the authors' code has it; the paper names Dir(0.1) alone
 # docs/performance.md for adapters (three runs in a pool); full models by the ratio of measured steps (16 lanes: 4.4 ms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,7 @@ def made(
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "versions": {"perada": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "code": code(),
+        "shared_gpu": bool(os.environ.get("PERADA_SHARED_GPU")),  # its seconds are those of others, too
         **more,
     }
 

@@ -81,10 +81,12 @@ class Clock:
         self.end = None if whole is None else now() + whole
         self.reserve = reserve if whole is None else min(reserve, whole / 4)
         self.finishing = finishing if whole is None else min(finishing, whole / 2)
+        self.longest = 0.0
 
     def finished(self, seconds: float) -> None:
         """So long did the end of a run take."""
-        self.finishing = min(self.finishing, max(10.0, 1.5 * seconds))
+        self.longest = max(self.longest, seconds)
+        self.finishing = max(10.0, 1.5 * self.longest)
 
     def over(self, needed: float) -> bool:
         """Whether less than this many seconds are left; remembers that once it was so."""
@@ -218,11 +220,11 @@ class _Work:
                 share_lanes(names, many, lambda name, pool: self._one(name, configs[name], many, pool), self._done)
             except KeyboardInterrupt as stop:
                 raise Interrupted(self.home) from stop
-            gc.collect()  # models and their recorded steps know each other: a GPU's memory would be held until whenever
         else:
             for name in names:
                 self._one(name, configs[name], 1, None)
                 self._done(name)
+        gc.collect()  # models and their recorded steps know each other: a GPU's memory would be held until whenever
         self.state = state_of(self.state.experiment, self.place.results)
 
     def _config(self, name: str) -> Config:
