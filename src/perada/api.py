@@ -21,7 +21,7 @@ from .config import Config, resolve
 from .data import SEVERITIES, Federation, blank, build_federation, data_home, named_sets, place_of, read_image
 from .errors import InputError, unknown
 from .evaluate import Scores, all_scores_on, personal_scores, scores_on
-from .export import about, check_out, write_program, write_weights
+from .export import about, check_out, weights_of, write_program, write_weights
 from .folders import (
     NewFolder,
     chosen_source,
@@ -174,12 +174,13 @@ class Run:
         FILE.pt2 and FILE.onnx: the whole network as a program, `normalise`d images `[n, 3, H, W]` in, logits out."""
         out = Path(out)
         check_out(out)
-        held = self.names
-        said = about(self.config, client, held.classes, mean=held.mean, std=held.std, multilabel=held.multilabel)
+        data = self.names
+        said = about(self.config, client, data.classes, mean=data.mean, std=data.std, multilabel=data.multilabel)
         if out.suffix == ".safetensors":
-            write_weights(out, self.model(client), self.state(client), merged, said)
+            held = self.model(client).state_dict() if merged else weights_of(self.state(client))
+            write_weights(out, held, said)
         else:
-            write_program(out, self.model(client), held.images.shape[2:], said)
+            write_program(out, self.model(client), data.images.shape[2:], said)
 
 
 def load(path: str | Path, *, data: str | Path | None = None, device: str = "auto", say: Say = _warn) -> Run:

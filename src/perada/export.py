@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
 from . import __version__
 from .config import Config
@@ -38,10 +38,12 @@ def about(config: Config, client: str, classes: Sequence[str], **more: object) -
     return found | {k: json.dumps(v) for k, v in {"classes": list(classes), **more}.items()}
 
 
-def write_weights(out: Path, module: nn.Module, state: State, merged: bool, said: Mapping[str, str]) -> None:
-    """The personal part, one lane, or with `merged` all of the plain module that it is in."""
-    parts = {n: t[0] for part in (state.params, state.buffers) for n, t in part.items()}
-    held = module.state_dict() if merged else parts
+def weights_of(state: State) -> dict[str, Tensor]:
+    """Of one lane."""
+    return {n: t[0] for part in (state.params, state.buffers) for n, t in part.items()}
+
+
+def write_weights(out: Path, held: Mapping[str, Tensor], said: Mapping[str, str]) -> None:
     _write(out, save({n: t.detach().cpu().contiguous().clone() for n, t in held.items()}, dict(said)))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from ..errors import InputError, unknown
-from ..export import about, check_out, write_weights
+from ..export import about, check_out, weights_of, write_weights
 from ..lanes import State
 from .client import NeedsWeights, Site, Work
 from .messages import Refused
@@ -60,4 +60,4 @@ def export(settings: SiteSettings, out: Path, merged: bool = False, run: str = "
     check_out(out, [".safetensors"])
     found = personal(settings, run)
     said = about(found.work.config, settings.name, found.work.plan.classes, multilabel=found.work.plan.multilabel)
-    write_weights(out, found.module(), found.state, merged, said)
+    write_weights(out, found.module().state_dict() if merged else weights_of(found.state), said)
