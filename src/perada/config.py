@@ -256,8 +256,9 @@ def _unknown(section: str, key: str, method: str) -> InputError:
     """Whoever writes `lr` or `optimizer.lr` is told of train.lr, and whoever writes `trian.lr` of train."""
     said, keys, sections = f"{section}.{key}".strip("."), _known_keys(method), [*SECTIONS, "method"]
     same = [k for k in keys if k.partition(".")[2] == key]
+    same.sort(key=lambda k: not k.startswith(("train.", "run.")))  # which are meant more often
     if same and not difflib.get_close_matches(section or key, sections, n=1, cutoff=0.8):
-        return InputError(f"unknown key {said!r}: did you mean {' or '.join(map(repr, same))}?")
+        return InputError(f"unknown key {said!r}: did you mean {'? Or '.join(map(repr, same))}?")
     return unknown("section", section, sections) if section else unknown("key", key, keys)
 
 
