@@ -41,6 +41,7 @@ PARTS = {
     "backbone.safetensors",
     "checkpoints",
     "pretrain",
+    "tensorboard",
 }
 
 
