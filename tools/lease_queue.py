@@ -26,10 +26,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-FINISHING, MARGIN = 15.0, 40.0  # seconds of a run's corrupted test sets; of all else behind the last round
+FINISHING, MARGIN = 25.0, 40.0  # seconds of a run's corrupted test sets; of all else behind the last round
 PACE_FROM, SLACK = 2, 1.06  # evaluations after which the pace is believed; how much slower it may become
 JUDGED_AT = 3  # evaluations after which that decides whether it can be done
-BESIDE = 1.15  # a guess: what runs beside another gets this much more done than it takes from it
+BESIDE = 1.4  # a guess: what runs beside another gets this much more done than it takes from it
 HALF = 0.6  # a guess: what half of the runs take of the time of all
 
 
