@@ -107,6 +107,16 @@ def test_the_main_table_has_both_numbers_and_the_difference_with_its_interval(tm
     assert order.endswith("7 of 10 pairs agree.")
 
 
+def test_seeds_that_are_missing_and_minutes_that_count_twice_are_said(tmp_path: Path) -> None:
+    fill(tmp_path, "main")
+    for seed in (1, 2):
+        (tmp_path / "main" / f"ditto-{seed}.json").unlink()
+    results.write(tmp_path, {**results.read(tmp_path, "main")["ditto-0"], "shared_gpu": True})
+    text = section(document(tmp_path)[""], "main")
+    assert "runs, at most 16.0 minutes in all (1 of the runs had others beside them on the GPU), 2026" in text
+    assert "by their means alone, also where intervals overlap; ditto: 1 seed.\n" in text
+
+
 def test_a_target_that_is_missed_is_said_plainly(tmp_path: Path) -> None:
     fill(tmp_path, "main", perada=49.0, perada_no_kd=50.0)
     text = section(document(tmp_path)[""], "main")
@@ -168,8 +178,8 @@ def test_the_command_writes_it_and_takes_old_figures_away(tmp_path: Path, capsys
     fill(tmp_path / "results", "ablations")
     out = tmp_path / "docs" / "results.md"
     assert cli.main(["reproduce", "document", "--results", str(tmp_path / "results"), "--out", str(out)]) == 0
-    assert "and 6 figures" in capsys.readouterr().out
-    assert len(list((tmp_path / "docs" / "results").iterdir())) == 6
+    assert "and 7 figures" in capsys.readouterr().out
+    assert len(list((tmp_path / "docs" / "results").iterdir())) == 7
     shutil.rmtree(tmp_path / "results")
     assert write_document(tmp_path / "results", out) == [out]
     assert list((tmp_path / "docs" / "results").iterdir()) == []

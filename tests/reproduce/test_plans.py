@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from helpers import assert_close_norm
+from small import after
 
 from perada.config import resolve
 from perada.methods import REGISTRY
@@ -95,6 +99,21 @@ def test_the_text_read_literally_has_nothing_that_the_text_has_not() -> None:
     assert (o.steps, o.batch, o.lr, o.rounds, o.guard) == (500, 2048, 1e-3, 0, "none")
     assert (o.pull, o.weight_decay, o.schedule, o.temperature) == (0, 0, "constant", 1)
     assert (o.teacher_norm, o.student_norm, o.keep_stats) == ("running", "batch", "student")
+
+
+def test_the_run_of_statistics_alone_has_those_of_the_students_and_learns_nothing() -> None:
+    """The recipe's own statistics, batches and all, and a rate at which no weight moves; that, on a small run."""
+    found = experiments()["ablations"]
+    o, own = (
+        resolve(found.preset, {**found.settings, **found.trial(n).settings}).distill for n in ("statistics", "perada")
+    )
+    assert replace(o, lr=own.lr, guard=own.guard) == own
+    assert (o.guard, o.keep_stats) == ("none", "student")
+    still = {"distill__lr": o.lr, "distill__guard": o.guard, "distill__keep_stats": o.keep_stats}
+    plain, distilled = after(1, method__name="perada-no-kd").now.broadcast, after(1, **still).now.broadcast
+    for name, tensor in plain.params.items():
+        assert_close_norm(distilled.params[name], tensor, 1e-6, what=name)
+    assert any(not t.equal(plain.buffers[n]) for n, t in distilled.buffers.items())
 
 
 def test_feddf_is_not_pulled_to_the_average() -> None:

@@ -110,7 +110,7 @@ def _table(found: list[dict[str, Any]]) -> Table:
             str(one["runs"]),
             str(one["done"]),
             str(len(one["begun"])),
-            f"{one['minutes_done']:.1f}",
+            f"{'≤' if one['at_most'] else ''}{one['minutes_done']:.1f}",
             f"{mark}{one['minutes_left']:.0f}",
             one["title"].partition(":")[0],
         )

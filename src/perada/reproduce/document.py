@@ -108,10 +108,10 @@ def _where(state: State) -> str:
     torches = sorted({r["versions"]["torch"] for r in found})
     minutes = sum(r["seconds"] / r["together"] for r in found) / 60
     beside = sum(bool(r.get("shared_gpu")) for r in found)
-    words = f" ({beside} of the runs beside others on the same GPU, whose time is in it)" if beside else ""
+    most, words = ("at most ", f" ({beside} of the runs had others beside them on the GPU)") if beside else ("", "")
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return (
-        f"{len(found)} of {len(state.experiment.trials)} runs, {minutes:.1f} minutes in all{words}, {days}, "
+        f"{len(found)} of {len(state.experiment.trials)} runs, {most}{minutes:.1f} minutes in all{words}, {days}, "
         f"{' and '.join(devices)}, torch {' and '.join(torches)}."
     )
 
@@ -197,7 +197,10 @@ def _main(state: State, figures: dict[str, str]) -> list[str]:
 
 def _orders(name: str, runs: Mapping[str, Sequence[Result]], metrics: Sequence[str]) -> list[str]:
     """Whether the methods come in the paper's order, best first."""
-    lines = ["The order of methods, best first, ours and the paper's:", ""]
+    few = {v: len(several) for v, several in runs.items() if len(several) < max(map(len, runs.values()))}
+    fewer = "".join(f"; {v}: {n} seed{'s'[: n > 1]}" for v, n in few.items())
+    alone = f"The order of methods by their means alone, also where intervals overlap{fewer}."
+    lines = [alone, "Best first, ours and the paper's:", ""]
     for metric in metrics:
         means = {variant: over_seeds(several, metric) for variant, several in runs.items()}
         both = {v: (m.mean, p) for v, m in means.items() if m and (p := paper.of(name, metric, v)) is not None}
@@ -208,7 +211,7 @@ def _orders(name: str, runs: Mapping[str, Sequence[Result]], metrics: Sequence[s
         same = sum(ours.index(a) < ours.index(b) for a, b in pairs)
         shown = " > ".join(ours), " > ".join(theirs)
         lines.append(f"- {metric}: {shown[0]}; the paper: {shown[1]}. {same} of {len(pairs)} pairs agree.")
-    return [*lines, ""] if len(lines) > 2 else []
+    return [*lines, ""] if len(lines) > 3 else []
 
 
 def _differences(name: str, runs: Mapping[str, Sequence[Result]], metrics: Sequence[str]) -> list[str]:
@@ -230,7 +233,7 @@ def _differences(name: str, runs: Mapping[str, Sequence[Result]], metrics: Seque
     theirs = [(paper.of(name, m, "perada"), paper.of(name, m, "perada-no-kd")) for m in metrics]
     rows.append(["the paper's", *(MISSING if a is None or b is None else f"{a - b:+.2f}" for a, b in theirs)])
     lines = ["What distillation gives, in points, with its 95% interval: after the last round, and, as one evaluation"]
-    lines += ["is noisy, as the mean over those of the second half of the rounds.", ""]
+    lines += ["is noisy, as the mean over those from the middle round on (*second half*).", ""]
     lines += pipes(["difference", *metrics], rows)
     if name != "main" or "perada" not in runs:
         return lines
@@ -266,8 +269,8 @@ def _study(state: State, figures: dict[str, str]) -> list[str]:
             rows[-1] += [accepted([result]), ", ".join(stages)]
     lines = [
         "Validation data only: *Local* at the clients, *server* on labelled images the server holds back, both means",
-        "over the personal models: after the last round, by which the rule chose, and over the evaluations of the",
-        "second half of the rounds, by which nothing was chosen. Settings are beside those the study begins with; a",
+        "over the personal models: after the last round, by which the rule chose, and over the evaluations from the",
+        "middle round on (*2nd half*), by which nothing was chosen. Settings are beside those the study begins with; a",
         "winner stands for its stage; where nobody qualified, the one before *stayed*.",
         "",
     ]
@@ -321,6 +324,7 @@ def _others(state: State, figures: dict[str, str]) -> list[str]:
 
 ABLATIONS = {
     "text": "The paper's text, read literally",
+    "statistics": "Running statistics of the public images alone: every round's student, who learns at a rate of 1e-12",
     "steps": "Distillation steps a round (the recipe's own: perada)",
     "images": "Public images of CIFAR-100 (all 50,000 are perada)",
     "sets": "Other public images: CIFAR-10's own validation data, PACS, X-rays",

@@ -41,6 +41,7 @@ def overview(experiment: Experiment, root: Path, out: Path, known: Mapping[Kind,
         "begun": begun,
         "other_settings": sorted(state.stale),
         "minutes_done": sum(map(taken, state.found.values())) / 60,
+        "at_most": any(r.get("shared_gpu") for r in state.found.values()),  # runs beside each other count twice
         "minutes_left": seconds / 60,
         "measured": measured,
     }
@@ -48,7 +49,9 @@ def overview(experiment: Experiment, root: Path, out: Path, known: Mapping[Kind,
 
 def words(found: dict[str, Any]) -> str:
     """What `overview` gave, as a line at the end of a slice."""
-    line = f"{found['experiment']}: {found['done']} of {found['runs']} runs done in {found['minutes_done']:.1f} minutes"
+    most = "at most " if found["at_most"] else ""
+    line = f"{found['experiment']}: {found['done']} of {found['runs']} runs done"
+    line += f" in {most}{found['minutes_done']:.1f} minutes"
     if not found["left"]:
         return line
     how = "as such runs took" if found["measured"] else "estimated"

@@ -252,6 +252,7 @@ def _ablations() -> Experiment:
     variants: dict[str, dict[str, Settings]] = {
         "base": {"perada": {}, "no-kd": {"method.name": "perada-no-kd"}},
         "text": {"as-written": {**LITERALLY, **no_more}},
+        "statistics": {"statistics": {"distill.lr": 1e-12, "distill.guard": "none"}},
         "steps": {f"steps-{n}": {"distill.steps": n} for n in (20, 50, 150, 500) if n != own},
         "images": {f"images-{n}": {"distill.size": n} for n in (2048, 8192, 24576)},
         "sets": {f"{name}-{n}": {"distill.data": file, "distill.size": n} for name, file, n in SETS},

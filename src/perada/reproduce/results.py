@@ -173,7 +173,7 @@ def value(result: Result, metric: str) -> float | None:
 
 
 def later(result: Result, section: str, key: str = "mean") -> float | None:
-    """The mean over the evaluations of the second half of a run's rounds: one of them alone is noisy."""
+    """The mean over the evaluations from a run's middle round on: one of them alone is noisy."""
     found = [row[section][key] for row in result["rows"] if 2 * row["round"] >= result["rounds"] and row.get(section)]
     return sum(found) / len(found) if found and None not in found else None
 
