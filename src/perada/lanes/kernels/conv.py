@@ -19,6 +19,8 @@ from .launch import launch
 from .norm import slot_of
 from .tiles import wide
 
+_BLOCK = 64  # pixels
+
 
 @triton.jit
 def _columns(
@@ -97,9 +99,9 @@ class _Window(NamedTuple):
         channels, height, width = x.shape[1:]
         across = min(64, triton.next_power_of_2(channels))
         launch(
-            kernel, (triton.cdiv(rows, 64), triton.cdiv(channels, across)),
+            kernel, (triton.cdiv(rows, _BLOCK), triton.cdiv(channels, across)),
             source, out, rows, channels, self.length(channels), height, width, *self.out, self.stride, self.top,
-            self.left, WIDE=self.size[1], TAPS=self.size[0] * self.size[1], BR=64, BC=across, **more,
+            self.left, WIDE=self.size[1], TAPS=self.size[0] * self.size[1], BR=_BLOCK, BC=across, **more,
         )  # fmt: skip
 
 
