@@ -370,7 +370,3 @@ def _complain(text: str, code: int) -> int:
 def script() -> None:
     keep_memory()
     sys.exit(main())
-
-
-if __name__ == "__main__":
-    script()

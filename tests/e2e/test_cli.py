@@ -18,7 +18,7 @@ from small import adapters, flags
 from typer.main import get_command
 
 import perada
-from perada import cli
+from perada import __main__, cli
 from perada.methods import REGISTRY
 
 COMMANDS = ["train", "evaluate", "predict", "export", "report", "partition", "params", "methods", "presets"]
@@ -276,3 +276,31 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     child.wait(60)
     assert "Traceback" not in stderr
     assert "Exception" not in stderr
+
+
+# The first two seconds.
+
+
+def test_an_interrupt_while_python_still_imports_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        @staticmethod
+        def find_spec(name: str, *rest: Any) -> None:
+            if name == "perada.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "perada.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        __main__.script()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_importing_the_package_is_quick_and_has_all_that_it_promises() -> None:
+    code = "import sys, perada; assert 'torch' not in sys.modules, 'two seconds'\n"
+    code += "from perada import *\nassert all(n in globals() and n in dir(perada) for n in perada.__all__)\n"
+    code += "try: perada.nothing\nexcept AttributeError as e: print(e)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "module 'perada' has no attribute 'nothing'\n"
