@@ -69,7 +69,7 @@ def test_a_row_is_the_mean_over_seeds_with_both_deviations() -> None:
     assert perada.personal["local_test"] == pytest.approx((91.0, 5.0, 2**0.5))
     assert perada.personal["global_test"] == pytest.approx((41.0, 5.0, 2**0.5))
     assert perada.personal["shifted"] == pytest.approx((20.0, 2.0, 0.0))
-    assert perada.server["global_test"] == pytest.approx((62.0, 0.0, 8**0.5))
+    assert perada.server["global_test"] == (62.0, None, pytest.approx(8**0.5))
     assert (perada.trained, perada.communicated) == (24_660, 12_330)
     assert rows["standalone"].server == {"global_test": None, "shifted": None}
     assert rows["ditto"].personal["shifted"] is None
@@ -78,10 +78,6 @@ def test_a_row_is_the_mean_over_seeds_with_both_deviations() -> None:
 def test_three_seeds_by_hand() -> None:
     found = st.standings([summary("fedavg", v, std=s) for v, s in ((1.0, 1.0), (2.0, 2.0), (6.0, 6.0))]).rows[0]
     assert found.personal["local_test"] == pytest.approx((3.0, 3.0, np.sqrt((4 + 1 + 9) / 2)))
-
-
-def test_one_seed_has_no_deviation_over_seeds() -> None:
-    assert st.standings([summary("fedavg", 70.0, std=3.0)]).rows[0].personal["local_test"] == (70.0, 3.0, 0.0)
 
 
 def test_a_seed_without_a_value_leaves_none() -> None:
@@ -235,6 +231,20 @@ def test_comma_separated_has_every_number_unrounded() -> None:
     assert float(rows["ditto"]["local_test_mean"]) == (80.004 + 80.0) / 2
     assert float(rows["perada"]["global_model_global_test_std_seeds"]) == pytest.approx(8**0.5, abs=1e-15)
     assert rows["ditto"]["shifted_mean"] == ""
+    assert rows["perada"]["global_model_global_test_std_clients"] == "", "one model has no spread"
+
+
+def test_one_seed_has_no_deviation_over_seeds() -> None:
+    """Nor has it in a table where other methods have two."""
+    one, *two = (summary(m, 70.0, server=s) for m, s in (("fedavg", 50.0), ("ditto", 50.0), ("ditto", 52.0)))
+    found = st.standings([one, *two])
+    rows = {m["name"]: m for m in st.as_json(found)["methods"]}
+    assert rows["fedavg"]["local_test"]["std_seeds"] is None
+    assert rows["fedavg"]["global_model"]["global_test"] == {"mean": 50.0, "std_clients": None, "std_seeds": None}
+    assert rows["ditto"]["global_model"]["global_test"]["std_seeds"] == pytest.approx(2**0.5)
+    text = st.markdown(found)
+    assert "| fedavg | <u>50.00</u> |" in text
+    assert "| ditto | **51.00** ± 1.41 |" in text
 
 
 def test_one_row_has_no_marks_in_any_format() -> None:

@@ -16,7 +16,8 @@ from .methods import REGISTRY
 from .tables import house_table, millions
 
 Place = Literal["best", "next", ""]
-Number = tuple[float, float, float] | None  # mean; std over clients (mean over seeds); std over seeds
+# Mean; std over clients (mean over seeds), None of one model; std over seeds, None of one.
+Number = tuple[float, float | None, float | None] | None
 PERSONAL = {"local_test": "Local-test", "global_test": "Global-test", "shifted": "shifted"}
 GLOBAL = {"global_test": "Global-test", "shifted": "shifted"}
 
@@ -84,7 +85,7 @@ def standings(summaries: Sequence[dict[str, Any]]) -> Standings:
 
 def _server(summary: dict[str, Any], key: str) -> dict[str, Any] | None:
     value = (summary["global_model"] or {}).get(key)
-    return None if value is None else {"mean": value, "std": 0.0}
+    return None if value is None else {"mean": value, "std": None}
 
 
 def _number(found: Sequence[dict[str, Any] | None]) -> Number:
@@ -92,8 +93,9 @@ def _number(found: Sequence[dict[str, Any] | None]) -> Number:
     if any(f is None or f["mean"] is None for f in found):
         return None
     means = np.array([f["mean"] for f in found if f])
-    spread = float(np.mean([f["std"] for f in found if f]))
-    return float(means.mean()), spread, float(means.std(ddof=1)) if len(means) > 1 else 0.0
+    spreads = [f["std"] for f in found if f and f["std"] is not None]
+    over_seeds = float(means.std(ddof=1)) if len(means) > 1 else None
+    return float(means.mean()), float(np.mean(spreads)) if spreads else None, over_seeds
 
 
 def places(values: Sequence[float | None]) -> list[Place]:
@@ -124,7 +126,7 @@ def _cells(found: Standings, cell: Cell) -> tuple[list[list[str]], list[list[str
 def _add(table: list[list[str]], numbers: list[Number], cell: Cell, spread: int) -> None:
     """One more column; `spread` says which of the two standard deviations stands behind a mean, 0 for none."""
     for row, number, place in zip(table, numbers, places([n and n[0] for n in numbers]), strict=True):
-        behind = f" ± {number[spread]:.2f}" if number and spread else ""
+        behind = f" ± {number[spread]:.2f}" if number and spread and number[spread] is not None else ""
         row.append("n/a" if number is None else cell(f"{number[0]:.2f}", place) + behind)
 
 
@@ -165,7 +167,7 @@ def comma_separated(found: Standings) -> str:
     write = csv.writer(out, lineterminator="\n")
     write.writerow(["method", "seeds", "trained", "communicated", *names])
     for r in found.rows:
-        numbers = [getattr(r, which)[key] or ("", "", "") for _, which, key in columns]
+        numbers = [getattr(r, which)[key] or (None, None, None) for _, which, key in columns]
         write.writerow([r.method, r.seeds, r.trained, r.communicated, *(x for n in numbers for x in n)])
     return out.getvalue()
 
