@@ -5,24 +5,25 @@ model = run.model("client-03")        # a plain torch.nn.Module, personal adapte
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .api import Run, load, train
-    from .lanes import LaneModel, State, adapt
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 __all__ = ["LaneModel", "Run", "State", "__version__", "adapt", "load", "train"]
 
-_HOMES = {"Run": "api", "load": "api", "train": "api", "LaneModel": "lanes", "State": "lanes", "adapt": "lanes"}
+if TYPE_CHECKING:
+    from .api import Run, load, train
+    from .lanes import LaneModel, State, adapt
+else:
+    _HOMES = {"Run": "api", "load": "api", "train": "api", "LaneModel": "lanes", "State": "lanes", "adapt": "lanes"}
 
-
-def __getattr__(name: str) -> Any:
-    """When first asked for: torch takes two seconds to import."""
-    if name not in _HOMES:
+    def __getattr__(name):
+        """When first asked for: torch takes two seconds to import."""
+        if name in _HOMES:
+            return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        if not name.startswith("_") and find_spec(f".{name}", __name__):  # perada.methods.REGISTRY, say
+            return import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
 
-
-def __dir__() -> list[str]:
-    return list(__all__)
+    def __dir__():
+        return list(__all__)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from . import __version__
-from .board import check_board
 from .config import Config, resolve
 from .data import SEVERITIES, Federation, blank, build_federation, data_home, named_sets, place_of, read_image
 from .errors import InputError, unknown
@@ -226,7 +225,6 @@ def train(
             run, sim = _resume(path, given, overrides, federation, say, on_round, held)
         else:
             config = resolve(source, overrides)
-            check_board(config.run.tensorboard)
             path = Path(out) if out is not None else default_out(source, config)
             new = NewFolder(path, out is not None or overwrite, config, overwrite, held)
             sim = prepare(config, backbone, say, federation, lambda inner: _pretrain(inner, new.made, on_round))
@@ -286,7 +284,7 @@ def _resume(
     folder = RunFolder.open(path)
     held.enter_context(locked(path))
     stored = str(path / "config.toml")
-    free = ["run.device", "run.lanes", "run.tensorboard", "train.rounds", "data.root"]
+    free = ["run.device", "run.lanes", "train.rounds", "data.root"]
     there, here = (Path(str(p)) for p in (resolve(stored).distill.data, overrides.get("distill.data", "")))
     if there.name == here.name and there.is_absolute() and here.is_absolute():
         free.append("distill.data")  # the same file, elsewhere

@@ -15,6 +15,7 @@ import typer.core
 
 from . import __version__, standings, tables
 from .api import Run, load, train
+from .board import write_events
 from .compare import compare
 from .config import parse_grid, parse_setting, presets, resolve
 from .console import INTERRUPTED, SAID, AsJson, out, print_json, say, tell
@@ -250,9 +251,15 @@ def export(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders; several are compared")],
     out_file: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="default RUN/report.html")] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="also files there for tensorboard --logdir FOLDER")
+    ] = None,
 ) -> None:
     """One self-contained HTML page about one or several runs."""
     opened: list[Run] = [load(r) for r in runs]
+    if tensorboard is not None:
+        write_events([(r.path.resolve().name, r.folder.metrics()) for r in opened], tensorboard)
+        tell(f"wrote {tensorboard}")
     path = out_file or opened[0].path / "report.html"
     write_report(opened, path)
     tell(f"wrote {path}")
@@ -370,3 +377,7 @@ def _complain(text: str, code: int) -> int:
 def script() -> None:
     keep_memory()
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    script()

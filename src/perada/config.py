@@ -59,7 +59,6 @@ class RunOptions:
     lanes: int = 0  # most lanes trained at once; 0 is all of a cohort's, or as many as there is memory for
     shifts: bool = False  # at the end, test on corrupted copies of the test images too
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)  # of those
-    tensorboard: bool = False  # event files for it in the run's folder, beside metrics.jsonl
 
     def __post_init__(self) -> None:
         if not self.severities or not set(self.severities) <= {1, 2, 3, 4, 5}:

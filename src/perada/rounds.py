@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from .board import board
 from .runs import RunFolder
 from .simulate import Simulation
 
@@ -76,28 +75,26 @@ def run(
     options, last = sim.config.run, sim.config.train.rounds
     rows = {r["round"]: r for r in folder.metrics()}
     saver = Saver(beside=sim.model.device.type != "cpu")
-    with board(folder, options.tensorboard) as show:
-        try:
-            while True:
-                at = sim.now.round
-                if at == last and not sim.now.finished:
-                    sim.finish()
-                    if sim.now.finished:
-                        saver.take(sim.snapshot(folder))
-                due = at == last or (at and at % options.eval_every == 0)
-                if due and at not in rows:  # it may be there already: the run was stopped just after it
-                    rows[at] = sim.evaluate(splits)
-                    folder.append_metrics(rows[at])
-                    show(rows[at])
-                on_round(Progress(at, last, rows.get(at), tuple(sim.now.last.get("failed", ()))))
-                if at >= last:
-                    return rows[at]
-                sim.step()
-                if sim.now.round == last or (sim.now.round % options.checkpoint_every == 0 and saver.due()):
+    try:
+        while True:
+            at = sim.now.round
+            if at == last and not sim.now.finished:
+                sim.finish()
+                if sim.now.finished:
                     saver.take(sim.snapshot(folder))
-        except KeyboardInterrupt:
-            if sim.now.changed:
+            due = at == last or (at and at % options.eval_every == 0)
+            if due and at not in rows:  # it may be there already: the run was stopped just after it
+                rows[at] = sim.evaluate(splits)
+                folder.append_metrics(rows[at])
+            on_round(Progress(at, last, rows.get(at), tuple(sim.now.last.get("failed", ()))))
+            if at >= last:
+                return rows[at]
+            sim.step()
+            if sim.now.round == last or (sim.now.round % options.checkpoint_every == 0 and saver.due()):
                 saver.take(sim.snapshot(folder))
-            raise
-        finally:
-            saver.close()
+    except KeyboardInterrupt:
+        if sim.now.changed:
+            saver.take(sim.snapshot(folder))
+        raise
+    finally:
+        saver.close()

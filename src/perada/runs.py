@@ -41,7 +41,6 @@ PARTS = {
     "backbone.safetensors",
     "checkpoints",
     "pretrain",
-    "tensorboard",
 }
 
 

@@ -57,7 +57,12 @@ def test_the_list_tells_what_is_left_and_by_which_numbers(tmp_path: Path, capsys
     after = listed()["digits"]
     assert (after["done"], after["left"], after["minutes_left"]) == (2, 0, 0)
     assert float(str(after["minutes_done"])) > 0
-    (tmp_path / "results" / "digits" / "fedavg-0.json").unlink()
+    result = tmp_path / "results" / "digits" / "fedavg-0.json"
+    result.write_text(json.dumps({**json.loads(result.read_text()), "shared_gpu": True}))
+    assert f"done in at most {after['minutes_done']:.1f} minutes" in overview.words(listed()["digits"])
+    assert cli.main(words(tmp_path, "list")) == 0
+    assert f"≤{after['minutes_done']:.1f}" in capsys.readouterr().out
+    result.unlink()
     again = listed()["digits"]
     assert (again["left"], again["begun"]) == (1, {"fedavg-0": [2, 2]})
     assert not again["measured"], "no FedAvg was measured"

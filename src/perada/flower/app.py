@@ -18,7 +18,6 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from ..board import board
 from ..errors import InputError, RunError
 from ..runs import locked
 from .bundle import bundle, unbundle
@@ -113,8 +112,7 @@ def serve(
                 diary.start_round = begin.round
             limit_tries(grid, settings.rounds.deadline_s)
             link = Link(grid, settings.federation.sites, settings.rounds, diary.tell, _owners())
-            with board(folder, work.config.run.tensorboard) as show:
-                work.run(link, folder, show)
+            work.run(link, folder)
         except (InputError, RunError) as error:
             _failed(diary, str(error))
             raise

@@ -19,7 +19,6 @@ from flwr.app import RecordDict
 from torch import Tensor
 
 from ..api import Run, summary_of
-from ..board import Show
 from ..distill import Server
 from ..errors import InputError, RunError
 from ..evaluate import Scores, logits_on, score
@@ -131,7 +130,7 @@ class Coordinator:
 
     # The run
 
-    def run(self, link: Link, folder: RunFolder, show: Show) -> dict[str, Any]:
+    def run(self, link: Link, folder: RunFolder) -> dict[str, Any]:
         """From the round after the newest checkpoint to the last; returns the last evaluation."""
         rounds, every = self.config.train.rounds, self.config.run.eval_every
         rows = {r["round"]: r for r in folder.metrics()}
@@ -145,7 +144,6 @@ class Coordinator:
             if due:
                 rows[at] = self.row(found.numbers)
                 folder.append_metrics(rows[at])
-                show(rows[at])
                 self.step("measured", at)
             self.now = self.update(link, found)
             self.step("updated", at)
@@ -156,7 +154,6 @@ class Coordinator:
             self.last_stage(link, folder)
             rows[rounds] = self.row(self._last_scores)
             folder.append_metrics(rows[rounds])
-            show(rows[rounds])
             self.step("measured", rounds)
         self.close(folder, rows[rounds])
         return rows[rounds]

@@ -324,7 +324,7 @@ def _others(state: State, figures: dict[str, str]) -> list[str]:
 
 ABLATIONS = {
     "text": "The paper's text, read literally",
-    "statistics": "Running statistics of the public images alone: every round's student, who learns at a rate of 1e-12",
+    "statistics": "Only the public images' running statistics: at a rate of 1e-12 no weight moves; no guard",
     "steps": "Distillation steps a round (the recipe's own: perada)",
     "images": "Public images of CIFAR-100 (all 50,000 are perada)",
     "sets": "Other public images: CIFAR-10's own validation data, PACS, X-rays",

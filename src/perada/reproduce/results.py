@@ -23,8 +23,7 @@ from ..runs import jsonable, write_atomic
 from .plans import Trial
 
 # What says where a run was made, not what it is.
-RUN = ("device", "lanes", "checkpoint_every", "eval_every", "tensorboard")
-MACHINE = ("data.root", "data.resident", *(f"run.{k}" for k in RUN))
+MACHINE = ("data.root", "data.resident", "run.device", "run.lanes", "run.checkpoint_every", "run.eval_every")
 OWN_WEIGHTS = ("random", "fedavg")  # that are a setting of a run; all others are the pretrained backbone
 SPLITS = ("local_val", "server_val", "local_test", "global_test", "shifted")
 COUNTERS = ("distilled", "accepted", "bytes_up", "bytes_down", "seconds", "train_loss", "failed")

@@ -19,7 +19,7 @@ from .launch import launch
 from .norm import slot_of
 from .tiles import wide
 
-_BLOCK = 64  # pixels
+_BLOCK = 64  # pixels a program
 
 
 @triton.jit
