@@ -12,7 +12,7 @@ import pytest
 
 from perada import cli
 from perada.config import resolve
-from perada.reproduce import paper, results
+from perada.reproduce import drawings, paper, results
 from perada.reproduce.document import document, write_document
 from perada.reproduce.plans import REPORTED, experiments
 from perada.reproduce.running import state_of
@@ -21,6 +21,7 @@ from perada.reproduce.study import settled, validation_of
 from .tiny import result
 
 HOME = Path(__file__).parents[2]
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_the_checked_in_document_is_what_the_results_make() -> None:
@@ -65,6 +66,7 @@ def fill(root: Path, name: str, **values: Any) -> None:
                 last |= {"global_model": {"global_test": base + 1}}
             row = {"round": 1, "local_test": {"mean": base, "std": 1.0}, "global_test": {"mean": base / 2, "std": 1.0}}
             row |= {"server_val": {"mean": 40.0 + i, "std": 1.0}, "local_val": {"mean": 60.0, "std": 1.0}}
+            row |= {"global_model": {"global_test": base + 1}}
             made = result(name, run, config.method_name, config.run.seed, last, digest=results.digest(config))
             made |= {"rows": [row, {**row, "round": 2}], "settings": state.settings[run]}
             made |= {"validation": {"local_val": 60.0, "server_val": 40.0 + i}}
@@ -97,6 +99,14 @@ def test_the_main_table_has_both_numbers_and_the_difference_with_its_interval(tm
     assert "| perada − perada-no-kd | +4.00 [+4.00, +4.00] | +2.00 [+2.00, +2.00] |" in lines[0]
     assert "| perada − perada-no-kd, second half | +4.00 [+4.00, +4.00] | +2.00 [+2.00, +2.00] | – |" in lines[1]
     assert "| the paper's | +0.55 | +5.24 | +4.08 | +2.55 |" in lines[2]
+    assert "| perada − ditto | +7.00 [+7.00, +7.00] | +3.50 [+3.50, +3.50] |" in lines[3]
+    assert "| the paper's | +1.61 | +5.23 | +4.21 | +6.82 |" in lines[4]
+    assert [line.partition(" |")[0] for line in lines[5:]] == [
+        "| perada − fedavg-ft",
+        "| the paper's",
+        "| perada − standalone",
+        "| the paper's",
+    ]
     assert "Global above zero with its whole interval: **yes**; Local not below −0.3: **yes**" in text
     many = len(experiments()["main"].trials)
     assert f"{many} of {many} runs, {many}.0 minutes in all, 2026-11-15, none, torch 0." in text
@@ -115,6 +125,32 @@ def test_seeds_that_are_missing_and_minutes_that_count_twice_are_said(tmp_path: 
     text = section(document(tmp_path)[""], "main")
     assert "runs, at most 16.0 minutes in all (1 of the runs had others beside them on the GPU), 2026" in text
     assert "by their means alone, also where intervals overlap; ditto: 1 seed.\n" in text
+    missing = section(document(tmp_path)[""], "What is missing")
+    assert "- **main**: 2 of 18 runs: ditto-1, ditto-2.\n" in missing
+    assert "- **pacs**: 18 of 18 runs; nothing of it was run.\n" in missing
+
+
+def test_before_its_last_stage_fedavg_ft_has_no_personal_models_to_draw(tmp_path: Path) -> None:
+    fill(tmp_path, "main", fedavg_ft=20.0)
+    state = state_of(experiments()["main"], tmp_path)
+    runs = {v: [state.found[f"{v}-{seed}"] for seed in range(3)] for v in ("ditto", "fedavg-ft")}
+    ditto, tuned = drawings.over_rounds(runs, "local_test")
+    assert ditto.points == [(1, 51.0, None), (2, 51.0, None)]
+    assert tuned.points == [(2, 21.0, None)]
+    assert len(drawings.over_rounds(runs, "global_model", "global_test")[1].points) == 2
+    text = section(document(tmp_path)[""], "main")
+    assert "\nfedavg-ft has personal models only after its last stage: a dot, no line.\n" in text
+
+
+def test_a_long_title_takes_more_lines_and_moves_the_rest_down() -> None:
+    drawing = '<svg viewBox="0 0 360 100"></svg>'
+    short, long = (drawings.standalone(drawing, t, ["a"]) for t in ("short", "long enough words " * 8))
+    texts = [[e.text or "" for e in ElementTree.fromstring(s).iter(f"{SVG}text")] for s in (short, long)]
+    assert texts[0] == ["short", "a"]
+    assert len(texts[1]) == 4
+    assert " ".join(texts[1][:-1]) == ("long enough words " * 8).strip()
+    heights = [float(ElementTree.fromstring(s).attrib["viewBox"].split()[3]) for s in (short, long)]
+    assert heights[1] - heights[0] == 30
 
 
 def test_a_target_that_is_missed_is_said_plainly(tmp_path: Path) -> None:
@@ -142,7 +178,7 @@ def test_every_section_and_figure_of_a_complete_set(tmp_path: Path) -> None:
     } <= set(made)
     for name, drawing in made.items():
         root = ElementTree.fromstring(drawing)
-        assert root.tag == "{http://www.w3.org/2000/svg}svg", name
+        assert root.tag == f"{SVG}svg", name
         assert "nothing measured" not in drawing, name
     study = section(text, "distill-study")
     assert "| no-kd | norms | no distillation |" in study

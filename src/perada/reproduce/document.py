@@ -188,11 +188,23 @@ def _main(state: State, figures: dict[str, str]) -> list[str]:
             row += [MISSING if found is None else found.text(), _number(paper.of(name, metric, variant))]
         rows.append([*row, accepted(several)])
     lines += pipes([*head, "guard accepted"], rows)
-    lines += [*_differences(name, runs, metrics), *_orders(name, runs, metrics)]
-    for split, words in (("global_test", "Global-test"), ("local_test", "Local-test")):
-        figures[f"{name}-{split}.svg"] = drawings.convergence(runs, split, f"{name}: {words}")
-        lines += [f"![{words} over rounds](results/{name}-{split}.svg)"]
-    return [*lines, ""]
+    lines += [*_differences(name, runs, metrics), *_against(name, runs, metrics), *_orders(name, runs, metrics)]
+    return [*lines, *_over_rounds(name, runs, figures), ""]
+
+
+def _over_rounds(name: str, runs: Mapping[str, Sequence[Result]], figures: dict[str, str]) -> list[str]:
+    """Convergence, personal models and global ones."""
+    last = [variant for variant, several in runs.items() if any(map(drawings.late, several))]
+    words = "has personal models only after its last stage: a dot, no line."
+    lines = [f"{' and '.join(last)} {words}", ""] if last else []
+    for metric in ("Global", "Local", "global model"):
+        section, key = METRICS[metric]
+        held = {v: several for v, several in runs.items() if any(value(r, metric) is not None for r in several)}
+        if held:
+            file, title = f"{name}-{section}.svg", f"{name}: {metric}"
+            figures[file] = drawings.convergence(held, title, section, key)
+            lines += [f"![{metric} over rounds](results/{file})"]
+    return lines
 
 
 def _orders(name: str, runs: Mapping[str, Sequence[Result]], metrics: Sequence[str]) -> list[str]:
@@ -227,17 +239,35 @@ def _differences(name: str, runs: Mapping[str, Sequence[Result]], metrics: Seque
     rows = []
     for words, of in (("", value), (", second half", half)):
         for variant in others:
-            found = [over(variant, metric, of) for metric in metrics]
-            shown = [MISSING if one is None else one.text(sign=True) for one in found]
+            shown = [_signed(over(variant, metric, of)) for metric in metrics]
             rows.append([f"{variant} − perada-no-kd{words}", *shown])
-    theirs = [(paper.of(name, m, "perada"), paper.of(name, m, "perada-no-kd")) for m in metrics]
-    rows.append(["the paper's", *(MISSING if a is None or b is None else f"{a - b:+.2f}" for a, b in theirs)])
+    rows.append(["the paper's", *_papers(name, metrics, "perada", "perada-no-kd")])
     lines = ["What distillation gives, in points, with its 95% interval: after the last round, and, as one evaluation"]
     lines += ["is noisy, as the mean over those from the middle round on (*second half*).", ""]
     lines += pipes(["difference", *metrics], rows)
     if name != "main" or "perada" not in runs:
         return lines
     return [*lines, *_target(over("perada", "Global"), over("perada", "Local"))]
+
+
+def _signed(found: Interval | None) -> str:
+    return MISSING if found is None else found.text(sign=True)
+
+
+def _papers(name: str, metrics: Sequence[str], one: str, other: str) -> list[str]:
+    both = [(paper.of(name, m, one), paper.of(name, m, other)) for m in metrics]
+    return [MISSING if a is None or b is None else f"{a - b:+.2f}" for a, b in both]
+
+
+def _against(name: str, runs: Mapping[str, Sequence[Result]], metrics: Sequence[str]) -> list[str]:
+    """PerAda against the methods that are not it, seed by seed."""
+    ours, rows = runs.get("perada", []), []
+    for other, theirs in runs.items():
+        if ours and not other.startswith("perada"):
+            found = [_signed(paired(by_seed(ours, m), by_seed(theirs, m))) for m in metrics]
+            rows += [[f"perada − {other}", *found], ["the paper's", *_papers(name, metrics, "perada", other)]]
+    words = "PerAda beside the other methods, in points, with the 95% interval, after the last round."
+    return [words, "", *pipes(["difference", *metrics], rows)] if rows else []
 
 
 def _target(on_global: Interval | None, on_local: Interval | None) -> list[str]:
@@ -281,7 +311,7 @@ def _study(state: State, figures: dict[str, str]) -> list[str]:
         drawn = [n for n in dict.fromkeys([choice.reference, won.get(choice.before) or "", *group]) if n in found]
         for split, word in (("server_val", "server"), ("local_val", "Local")) if group else ():
             file, title = f"{experiment.name}-{choice.name}-{split}.svg", f"Stage {choice.name}: {word}"
-            figures[file] = drawings.convergence({n: [found[n]] for n in drawn}, split, title)
+            figures[file] = drawings.convergence({n: [found[n]] for n in drawn}, title, split)
             lines += [f"![{title} over rounds](results/{file})"]
     lines.append("")
     chosen = settled(experiment, seen)
@@ -324,7 +354,7 @@ def _others(state: State, figures: dict[str, str]) -> list[str]:
 
 ABLATIONS = {
     "text": "The paper's text, read literally",
-    "statistics": "Only the public images' running statistics: at a rate of 1e-12 no weight moves; no guard",
+    "statistics": "Only the public images' running statistics: no guard, and a rate of 1e-12, at which no weight moves",
     "steps": "Distillation steps a round (the recipe's own: perada)",
     "images": "Public images of CIFAR-100 (all 50,000 are perada)",
     "sets": "Other public images: CIFAR-10's own validation data, PACS, X-rays",
@@ -358,8 +388,8 @@ def _missing(states: Sequence[State]) -> str:
     for state in states:
         left = [n for n in state.left if n not in state.stale]
         if left:
-            few = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
-            lines.append(f"- **{state.experiment.name}**: {len(left)} of {len(state.experiment.trials)} runs: {few}.")
+            names = f": {', '.join(left)}" if state.found else "; nothing of it was run"
+            lines.append(f"- **{state.experiment.name}**: {len(left)} of {len(state.experiment.trials)} runs{names}.")
         if state.stale:
             lines.append(
                 f"- **{state.experiment.name}**, made with other settings than planned now: {', '.join(state.stale)}."
