@@ -163,6 +163,7 @@ def test_a_setting_must_be_a_key_and_a_value(text: str) -> None:
         ({"train.clip": -1.0}, "train.clip must not be negative"),
         ({"data.size": 4}, "data.size"),
         ({"data.val": -0.1}, "data.val"),
+        ({"model.weights": "/sites/\udcff"}, r"model.weights: '/sites/\\udcff' is not UTF-8, .* rename"),
     ],
 )
 def test_a_bad_setting_is_named_with_what_it_should_be(overrides: dict[str, Any], message: str) -> None:

@@ -310,6 +310,9 @@ def test_resuming_with_another_preset_or_file_is_refused(tmp_path: Path, capsys:
         )
         assert tree(out) == before
     other.write_text("preset = 'digits'\n" + sections.format(0.02, 3))  # lanes are this machine's
+    about = json.loads((out / "data.json").read_text())
+    del about["source"]["settings"]["distill.pull"]  # as if made by a version that did not know it
+    (out / "data.json").write_text(json.dumps(about))
     for source in ([], [str(mine)], [str(other)], [str(out / "config.toml")]):
         assert cli.main([*again, *source]) == 0
 

@@ -299,7 +299,11 @@ def _build(tables: dict[str, Any]) -> Config:
         filled = make_method(name, typed)
     except ValueError as error:
         raise InputError(f"method.{error}") from error
-    return Config(method={"name": name, **{k: getattr(filled, k) for k in known}}, **made)
+    config = Config(method={"name": name, **{k: getattr(filled, k) for k in known}}, **made)
+    for key, value in config.flat().items():
+        if isinstance(value, str) and value.encode("utf8", "replace").decode() != value:
+            raise InputError(f"{key}: {value!r} is not UTF-8, which settings files are: rename the file or folder")
+    return config
 
 
 def _absolute(value: str, names: Container[str]) -> str:

@@ -110,6 +110,7 @@ def refuse_other(folder: RunFolder, source: str, config: Config, given: Collecti
     settings = {k: _anywhere(k, v) for k, v in now["settings"].items() if k not in (*given, "run.device", "run.lanes")}
     stored = json.loads(json.dumps(config.flat()))
     for known in (stored, made["settings"]):
+        known = {**stored, **known}  # of a key that is newer than the run, today's default
         other = [k for k, v in settings.items() if _anywhere(k, known.get(k)) != v]
         if not other:
             return
