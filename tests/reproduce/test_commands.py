@@ -34,7 +34,12 @@ def test_an_experiment_from_beginning_to_end(tmp_path: Path, capsys: pytest.Capt
     assert found["stopped"]
     assert found["left"] == ["perada-0", "fedavg-0"]
     assert cli.main(words(tmp_path, "digits")) == 0
-    assert "digits: 2 of 2 runs done in 0.0 minutes\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "digits: 2 of 2 runs done in 0.0 minutes\n" in shown
+    held = json.loads((tmp_path / "results" / "digits" / "fedavg-0.json").read_text())["last"]
+    scores = [held["local_test"]["mean"], held["global_test"]["mean"], held["global_model"]["global_test"]]
+    row = next(line for line in shown.splitlines() if line.startswith("fedavg-0 "))
+    assert row.split() == ["fedavg-0", "1", *(f"{v:.2f}" for v in scores)]
     assert cli.main(words(tmp_path, "digits", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["experiment"], found["done"], found["left"]) == ("digits", ["perada-0", "fedavg-0"], [])

@@ -83,7 +83,7 @@ def test_with_nothing_run_it_says_so(tmp_path: Path) -> None:
     assert list(made) == [""]
     for name in REPORTED:
         assert "Nothing was run yet." in section(made[""], name)
-        assert f"**{name}**: {len(experiments()[name].trials)} of" in section(made[""], "What is missing")
+        assert f"**{name}**, {len(experiments()[name].trials)} of" in section(made[""], "What is missing")
     assert "Tiny-ImageNet-pretrained" in made[""]
 
 
@@ -126,8 +126,8 @@ def test_seeds_that_are_missing_and_minutes_that_count_twice_are_said(tmp_path: 
     assert "runs, at most 16.0 minutes in all (1 of the runs had others beside them on the GPU), 2026" in text
     assert "by their means alone, also where intervals overlap; ditto: 1 seed.\n" in text
     missing = section(document(tmp_path)[""], "What is missing")
-    assert "- **main**: 2 of 18 runs: ditto-1, ditto-2.\n" in missing
-    assert "- **pacs**: 18 of 18 runs; nothing of it was run.\n" in missing
+    assert re.search(r"- \*\*main\*\*, 2 of 18 runs, about \d+ minutes of an H200: ditto-1, ditto-2\.\n", missing)
+    assert re.search(r"\*\*others\*\*, 71 of 71 runs, .* H200: mtl, .*, feddf, 55 points of searches\.", missing)
 
 
 def test_before_its_last_stage_fedavg_ft_has_no_personal_models_to_draw(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_before_its_last_stage_fedavg_ft_has_no_personal_models_to_draw(tmp_path
     assert tuned.points == [(2, 21.0, None)]
     assert len(drawings.over_rounds(runs, "global_model", "global_test")[1].points) == 2
     text = section(document(tmp_path)[""], "main")
-    assert "\nfedavg-ft has personal models only after its last stage: a dot, no line.\n" in text
+    assert "\nPersonal models only after a last stage, so a dot and no line: fedavg-ft.\n" in text
 
 
 def test_a_long_title_takes_more_lines_and_moves_the_rest_down() -> None:
@@ -219,6 +219,20 @@ def test_the_command_writes_it_and_takes_old_figures_away(tmp_path: Path, capsys
     shutil.rmtree(tmp_path / "results")
     assert write_document(tmp_path / "results", out) == [out]
     assert list((tmp_path / "docs" / "results").iterdir()) == []
+
+
+def test_an_experiment_ends_with_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of seeds the mean with its interval; of a study validation data."""
+
+    def shown(name: str, start: str) -> list[str]:
+        assert cli.main(["reproduce", name, "--results", str(tmp_path), "--out", str(tmp_path / "runs")]) == 0
+        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith(start)).split()
+
+    fill(tmp_path, "main", perada=54.0)
+    wanted = ["perada", "3", "55.00", "±", "2.48", "27.50", "±", "1.24", "55.00", "±", "2.48", "56.00", "±", "2.48"]
+    assert shown("main", "perada ") == wanted
+    fill(tmp_path, "distill-study")
+    assert shown("distill-study", "no-kd ") == ["no-kd", "60.00", "40.00"]
 
 
 def test_the_papers_numbers_are_its_own() -> None:

@@ -14,10 +14,11 @@ from ..errors import InputError
 from ..tables import house_table
 from ..watch import watched
 from . import pack as packing
-from .document import write_document
+from .document import over_seeds, variants_of, write_document
 from .overview import corrections, overview, words
-from .plans import NAMES, TITLES, experiments
-from .running import Clock, Place, lay_over, reproduce, state_of
+from .plans import NAMES, REPORTED, TITLES, experiments
+from .results import Result, value
+from .running import Clock, Place, State, lay_over, reproduce, state_of
 from .study import settled, validation_of
 
 app = typer.Typer(no_args_is_help=True, help="The paper's experiments, run by run; `list` says how far they are.")
@@ -68,12 +69,45 @@ def _command(name: str) -> Callable[..., None]:
             found = {"done": list(state.found), "left": state.left, "stopped": clock.stopped, "settled": chosen}
             print_json({**stands, **found})
             return
+        if state.found:
+            table, about = _scores(state)
+            out.print(table)
+            more = "\nbeside the paper's numbers, with figures: perada reproduce document"
+            tell(about + (more if name in REPORTED else ""))
         tell(words(stands))
         if chosen:
             tell(f"settled by validation data: {chosen}")
 
     command.__doc__ = f"{TITLES[name]}."
     return command
+
+
+SHOWN = {"Local": "Local", "Global": "Global", "corruptions": "shifted", "global model": "server"}  # in 80 columns
+
+
+def _scores(state: State) -> tuple[Table, str]:
+    """What the runs came to, and what that is: a line a method where there are seeds, else a line a run; validation
+    data where nothing is tested. The document has more."""
+    trials = [t for t in state.experiment.trials if t.name in state.found]
+    runs = {t.name: [state.found[t.name]] for t in trials if t.tested}
+    if not runs:
+        table = house_table(None, "run", "Local", "server")
+        for trial in trials:
+            seen = validation_of(state.found[trial.name])
+            table.add_row(trial.name, *("" if v is None else f"{v:.2f}" for v in (seen.local, seen.server)))
+        return table, "validation data in %, personal models: at the clients, and what the server holds back"
+    if len({r["seed"] for several in runs.values() for r in several}) > 1:
+        runs = variants_of(state)
+    metrics = [m for m in SHOWN if any(value(r, m) is not None for several in runs.values() for r in several)]
+    table = house_table(None, "run", "seeds", *(SHOWN[m] for m in metrics))
+    for name, several in runs.items():
+        table.add_row(name, str(len(several)), *(_mean(several, m) for m in metrics))
+    return table, "%, over clients, then seeds ± half of the 95% interval; server: the global model"
+
+
+def _mean(several: list[Result], metric: str) -> str:
+    found = over_seeds(several, metric)
+    return "" if found is None else found.text()
 
 
 def _settled(name: str, results: Path) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from ..errors import InputError
 from ..runs import write_atomic
 from ..standings import pipes as table
 from . import drawings, paper
+from .overview import corrections, overview
 from .plans import REPORTED, Choice, Experiment, experiments
 from .results import METRICS, Interval, Result, interval, later, paired, value
 from .running import State, state_of
@@ -32,8 +33,9 @@ What differs from the paper's set-up, everywhere below:
 - **The split** of CIFAR-10 gives everybody two training images of each class before Dir(0.1) deals out the rest
   (`data.min_per_class=2`), as the authors' code does; the paper's text has Dir(0.1) alone. Without them one client of
   twenty would hold a single class.
-- **Seeds** draw everything but the split: who holds what is the same in all runs of an experiment. An interval is
-  Student's t at 95% over seeds; a difference is taken seed by seed.
+- **Seeds** draw everything but the split: who holds what is the same in all runs of an experiment (in the study it is
+  another, since the server holds some of the training images back). An interval is Student's t at 95% over seeds; a
+  difference is taken seed by seed.
 - **Choices** are made by validation data alone: `src/perada/reproduce/study.py` has the rule; a test poisons test
   labels and gets the same choice.
 - **Tuning.** The paper tunes every method's rate. Here the main five have the preset's (the paper's final rate and λ,
@@ -47,7 +49,8 @@ What differs from the paper's set-up, everywhere below:
   also judges the average with running statistics of the public images: if that is best, it is broadcast and counts as
   refused.
 
-The paper's numbers are those of its Table 1 (personal models) and Table 2 (global models).
+The paper's numbers are those of its Table 1 (personal models) and Table 2 (global models; beside FedAvg+FT's stand
+those of FedAvg, which is the same model).
 """
 COMMAND = "perada reproduce {name} --data FOLDER --weights FILE"
 MISSING = "–"
@@ -58,7 +61,7 @@ def document(root: Path) -> dict[str, str]:
     """`""` -> the text, and file name -> figure."""
     states = {name: state_of(experiments()[name], root) for name in REPORTED}
     figures: dict[str, str] = {}
-    parts = [HEAD, *(_section(state, figures) for state in states.values()), _missing(list(states.values()))]
+    parts = [HEAD, *(_section(state, figures) for state in states.values()), _missing(list(states.values()), root)]
     reading = root / "reading.md"
     if reading.is_file():
         parts.append("## Reading\n\n" + reading.read_text("utf8").strip() + "\n")
@@ -110,9 +113,10 @@ def _where(state: State) -> str:
     beside = sum(bool(r.get("shared_gpu")) for r in found)
     most, words = ("at most ", f" ({beside} of the runs had others beside them on the GPU)") if beside else ("", "")
     days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    tiny = any("tinyimagenet" in (r.get("weights") or {}).get("file", "") for r in found)
     return (
         f"{len(found)} of {len(state.experiment.trials)} runs, {most}{minutes:.1f} minutes in all{words}, {days}, "
-        f"{' and '.join(devices)}, torch {' and '.join(torches)}."
+        f"{' and '.join(devices)}, torch {' and '.join(torches)}{', Tiny-ImageNet-pretrained' if tiny else ''}."
     )
 
 
@@ -195,8 +199,8 @@ def _main(state: State, figures: dict[str, str]) -> list[str]:
 def _over_rounds(name: str, runs: Mapping[str, Sequence[Result]], figures: dict[str, str]) -> list[str]:
     """Convergence, personal models and global ones."""
     last = [variant for variant, several in runs.items() if any(map(drawings.late, several))]
-    words = "has personal models only after its last stage: a dot, no line."
-    lines = [f"{' and '.join(last)} {words}", ""] if last else []
+    words = "Personal models only after a last stage, so a dot and no line:"
+    lines = [f"{words} {', '.join(last)}.", ""] if last else []
     for metric in ("Global", "Local", "global model"):
         section, key = METRICS[metric]
         held = {v: several for v, several in runs.items() if any(value(r, metric) is not None for r in several)}
@@ -266,7 +270,7 @@ def _against(name: str, runs: Mapping[str, Sequence[Result]], metrics: Sequence[
         if ours and not other.startswith("perada"):
             found = [_signed(paired(by_seed(ours, m), by_seed(theirs, m))) for m in metrics]
             rows += [[f"perada − {other}", *found], ["the paper's", *_papers(name, metrics, "perada", other)]]
-    words = "PerAda beside the other methods, in points, with the 95% interval, after the last round."
+    words = "PerAda beside the other methods after the last round, in points; 95% intervals where there are seeds."
     return [words, "", *pipes(["difference", *metrics], rows)] if rows else []
 
 
@@ -382,17 +386,19 @@ def _ablations(state: State, figures: dict[str, str]) -> list[str]:
     return lines
 
 
-def _missing(states: Sequence[State]) -> str:
+def _missing(states: Sequence[State], root: Path) -> str:
     """What was planned and is not there; silence would be a claim."""
-    lines = ["## What is missing", ""]
+    lines, known = ["## What is missing", ""], corrections(root)
     for state in states:
-        left = [n for n in state.left if n not in state.stale]
-        if left:
-            names = f": {', '.join(left)}" if state.found else "; nothing of it was run"
-            lines.append(f"- **{state.experiment.name}**: {len(left)} of {len(state.experiment.trials)} runs{names}.")
+        name, trials = state.experiment.name, [t for t in state.experiment.trials if t.name not in state.found]
+        tested = [t.name for t in trials if t.tested and t.name not in state.stale]
+        points = [t.name for t in trials if not t.tested and t.name not in state.stale]
+        if tested or points:
+            minutes = overview(state.experiment, root, root / "no-run-folders", known)["minutes_left"]
+            many = f"{len(tested + points)} of {len(state.experiment.trials)} runs"
+            names = ", ".join(tested + ([f"{len(points)} points of searches"] if tested and points else points))
+            lines.append(f"- **{name}**, {many}, about {minutes:.0f} minutes of an H200: {names}.")
         if state.stale:
-            lines.append(
-                f"- **{state.experiment.name}**, made with other settings than planned now: {', '.join(state.stale)}."
-            )
+            lines.append(f"- **{name}**, made with other settings than planned now: {', '.join(state.stale)}.")
     lines += ["- Not to be had here: STL-10 (as public images), CIFAR-10.1."]
     return "\n".join([*lines, ""])

@@ -14,7 +14,7 @@ from ..report.figures import Series, curves, dots
 from ..report.svg import colour, dash, element, number, text
 from .results import METRICS, Result, value
 
-LETTER = 6.2  # pixels, of a title's
+LETTER = 6.2  # pixels that a letter of a title takes
 
 
 def standalone(drawing: str, title: str, legend: Sequence[str]) -> str:

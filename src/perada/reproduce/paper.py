@@ -41,12 +41,13 @@ COLUMNS = {  # experiment -> metric -> column of TABLE_1
     "xrays": {"Local": 6, "Global": 7},
 }
 GLOBAL_COLUMNS = {"global model": 0, "global model, corruptions": 2}  # of TABLE_2
+SAME = {"fedavg-ft": "fedavg"}  # method -> whose global model it trains
 
 
 def of(experiment: str, metric: str, method: str) -> float | None:
     """The paper's number for the same cell; None where it has none."""
     if metric in GLOBAL_COLUMNS:
-        found = TABLE_2.get(method) if experiment in ("main", "others") else None
+        found = TABLE_2.get(SAME.get(method, method)) if experiment in ("main", "others") else None
         return None if found is None else found[GLOBAL_COLUMNS[metric]]
     column = COLUMNS.get(experiment, {}).get(metric)
     row = TABLE_1.get(method)
