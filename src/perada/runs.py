@@ -330,7 +330,7 @@ class RunFolder:
             except (InputError, OSError, ValueError, KeyError) as error:
                 warnings.append(f"{path.name} is damaged and passed over: {error}")
         if warnings:
-            raise InputError(f"{self.path}: no checkpoint is whole ({warnings[0]}): train again with --overwrite")
+            raise InputError(f"{self.path}: no checkpoint is whole ({warnings[0]}): remove that folder and train again")
         return None, warnings
 
     def _read(self, path: Path) -> Checkpoint:

@@ -32,7 +32,7 @@ def test_an_experiment_from_beginning_to_end(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(words(tmp_path, "digits", "--json", "--minutes", "0.0001")) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["stopped"]
-    assert found["left"] == ["perada-0", "fedavg-0"]
+    assert found["runs_left"] == ["perada-0", "fedavg-0"]
     assert cli.main(words(tmp_path, "digits")) == 0
     shown = capsys.readouterr().out
     assert "digits: 2 of 2 runs done in 0.0 minutes\n" in shown
@@ -42,7 +42,8 @@ def test_an_experiment_from_beginning_to_end(tmp_path: Path, capsys: pytest.Capt
     assert row.split() == ["fedavg-0", "1", *(f"{v:.2f}" for v in scores)]
     assert cli.main(words(tmp_path, "digits", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["experiment"], found["done"], found["left"]) == ("digits", ["perada-0", "fedavg-0"], [])
+    assert (found["experiment"], found["runs_done"], found["runs_left"]) == ("digits", ["perada-0", "fedavg-0"], [])
+    assert found["scores"]["fedavg-0"]["Local"] == {"mean": scores[0], "half": None, "seeds": 1}
     assert (found["stopped"], found["settled"], found["begun"], found["minutes_left"]) == (False, None, {}, 0)
 
 
@@ -85,12 +86,22 @@ def test_the_list_tells_what_is_left_and_by_which_numbers(tmp_path: Path, capsys
         (["main", "--device", "cpu", "--data", "nowhere"], "nowhere"),
         (["mian"], "No such command 'mian'. Did you mean 'main'?\n"),
         (["document", "--results", "nowhere"], "no such folder: nowhere"),
+        (["document", "--results", ".", "--out", "report"], "give a file whose name ends in .md"),
+        (["document", "--results", ".", "--out", "folder.md"], "give a file whose name ends in .md"),
+        (["digits", "--results", "file"], "cannot write to file/digits: Not a directory"),
+        (["list", "--results", "file"], "file is no folder"),
+        (["digits", "--only", ""], "--only is empty"),
+        (["digits", "--only", ","], "--only is empty"),
+        (["digits", "--data", ""], "--data is empty"),
+        (["main", "--weights", "file", "--statistics", "file"], "cannot read file or file: "),
     ],
 )
 def test_bad_input_is_one_line(
     more: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.md").mkdir()
     assert cli.main(["reproduce", *more]) == 2
     error = capsys.readouterr().err
     assert message in error

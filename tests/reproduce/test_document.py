@@ -7,11 +7,13 @@ import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
 from perada import cli
 from perada.config import resolve
+from perada.errors import InputError
 from perada.reproduce import drawings, paper, results
 from perada.reproduce.document import document, write_document
 from perada.reproduce.plans import REPORTED, experiments
@@ -216,9 +218,21 @@ def test_the_command_writes_it_and_takes_old_figures_away(tmp_path: Path, capsys
     assert cli.main(["reproduce", "document", "--results", str(tmp_path / "results"), "--out", str(out)]) == 0
     assert "and 7 figures" in capsys.readouterr().out
     assert len(list((tmp_path / "docs" / "results").iterdir())) == 7
+    mine = tmp_path / "docs" / "results" / "mine.svg"
+    mine.touch()
     shutil.rmtree(tmp_path / "results")
     assert write_document(tmp_path / "results", out) == [out]
-    assert list((tmp_path / "docs" / "results").iterdir()) == []
+    assert list((tmp_path / "docs" / "results").iterdir()) == [mine], "it is not ours to remove"
+
+
+def test_elsewhere_its_links_lead_to_its_figures_too(tmp_path: Path) -> None:
+    fill(tmp_path / "results", "ablations")
+    files = write_document(tmp_path / "results", tmp_path / "my report.md")
+    links = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", files[0].read_text("utf8"))
+    assert {tmp_path / unquote(link) for link in links} == set(files[1:])
+    (tmp_path / "results" / "reading.md").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"reading\.md: it has to be text in UTF-8"):
+        document(tmp_path / "results")
 
 
 def test_an_experiment_ends_with_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small import adapters, damage
@@ -117,6 +118,32 @@ def test_a_missing_or_damaged_piece_is_named_and_nothing_is_written(pieces: Path
     with pytest.raises(InputError, match=r"1 of \d+ pieces are not here, digits\.tar\.001 first"):
         unpack(pieces, tmp_path / "there")
     assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pieces": [1, 2]}, "is no list of pieces"),
+        ({"pieces": "abc"}, "is no list of pieces"),
+        ({"pieces": [{"name": "digits.tar.000"}]}, "is no list of pieces"),
+        ({"files": "x"}, "is no list of pieces"),
+        ({"name": "../evil"}, "is no list of pieces"),
+        ({"name": ""}, "is no list of pieces"),
+        ({"name": ".."}, "is no list of pieces"),
+        ({"pieces": []}, "does not name all of its pieces"),
+        ({"pieces": slice(-1)}, "does not name all of its pieces"),
+        ({"pieces": slice(None, None, -1)}, "does not name all of its pieces"),
+    ],
+)
+def test_a_damaged_list_unpacks_nothing(change: dict[str, Any], message: str, pieces: Path, tmp_path: Path) -> None:
+    held = json.loads(pieces.read_text())
+    pieces.write_text(json.dumps(held | {k: held[k][v] if isinstance(v, slice) else v for k, v in change.items()}))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError, match=message):
+        unpack(pieces, tmp_path / "there")
+    assert [p for p in sorted(tmp_path.rglob("*")) if p not in before] in ([], [tmp_path / "there"])
+    pieces.write_text(json.dumps(held))
+    assert unpack(pieces, tmp_path / "there") == held["files"]
 
 
 def test_bad_input_is_one_line_each(

@@ -53,6 +53,43 @@ def test_a_damaged_result_is_one_line(tmp_path: Path) -> None:
     assert results.read(tmp_path, "nothing") == {}
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"method": "x"},
+        {"method": {}},
+        {"seed": None},
+        {"rounds": "3"},
+        {"rows": "x"},
+        {"rows": [3]},
+        {"rows": [{"round": 1, "local_test": 3}]},
+        {"validation": {}},
+        {"validation": {"local_val": "x", "server_val": None}},
+        {"guard": {}},
+        {"last": None},
+        {"last": {"local_test": {"mean": "x"}}},
+        {"last": {"global_model": []}},
+        {"seconds": None},
+        {"together": 0},
+        {"date": None},
+        {"versions": {}},
+        {"weights": []},
+    ],
+)
+def test_a_result_of_other_kinds_is_one_line(other: dict[str, object], tmp_path: Path) -> None:
+    results.write(tmp_path, {**result("main", "ditto-0", "ditto", 0, {}), **other})
+    with pytest.raises(InputError, match=r"ditto-0\.json is damaged: remove it"):
+        results.read(tmp_path, "main")
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity"])
+def test_what_is_no_number_is_none_of_a_result(word: str, tmp_path: Path) -> None:
+    path = results.write(tmp_path, result("main", "ditto-0", "ditto", 0, {}, seconds=12.5))
+    path.write_text(path.read_text().replace("12.5", word))
+    with pytest.raises(InputError, match=r"ditto-0\.json is damaged"):
+        results.read(tmp_path, "main")
+
+
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     one = result("main", "ditto-0", "ditto", 0, {"local_test": {"mean": float("nan")}})
     path = results.write(tmp_path, one)

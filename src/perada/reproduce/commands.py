@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,13 +12,14 @@ from rich.table import Table
 
 from ..console import AsJson, out, print_json, say, tell
 from ..errors import InputError
+from ..folders import not_empty
 from ..tables import house_table
 from ..watch import watched
 from . import pack as packing
 from .document import over_seeds, variants_of, write_document
 from .overview import corrections, overview, words
 from .plans import NAMES, REPORTED, TITLES, experiments
-from .results import Result, value
+from .results import METRICS, Result, value
 from .running import Clock, Place, State, lay_over, reproduce, state_of
 from .study import settled, validation_of
 
@@ -33,7 +35,7 @@ Results = Annotated[Path, typer.Option("--results", metavar="DIR", help="one sma
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")]
 Minutes = Annotated[float | None, typer.Option(metavar="N", help="stop, saved, before this many minutes are over")]
 Together = Annotated[int, typer.Option(min=0, help="runs at once; 0: as many as is sensible on this device")]
-Only = Annotated[str, typer.Option(metavar="A,B", help="only these runs, or groups of runs; default all")]
+Only = Annotated[str | None, typer.Option(metavar="A,B", help="only these runs, or groups of runs; default all")]
 RUNS, RESULTS = Path("runs/reproduce"), Path("results")
 
 
@@ -49,30 +51,34 @@ def _command(name: str) -> Callable[..., None]:
         device: Device = None,
         minutes: Minutes = None,
         together: Together = 0,
-        only: Only = "",
+        only: Only = None,
         as_json: AsJson = False,
     ) -> None:
         if minutes is not None and not minutes > 0:
             raise InputError(f"--minutes must be above 0, not {minutes:g}")
+        for option, word in (("--data", data), ("--weights", weights), ("--out", out_dir), ("--results", results)):
+            not_empty(option, word)
+        not_empty("--only", only if only is None else only.replace(",", ""))
         clock = Clock(minutes)
         if statistics is not None:
             if weights is None:
                 raise InputError("--statistics are laid over weights: give those with --weights")
             weights = lay_over(weights, statistics, out_dir)
-        file, some = None if weights is None else str(weights), [n.strip() for n in only.split(",") if n.strip()]
-        place = Place(out_dir, results, data, file, device)
+        some = [n.strip() for n in (only or "").split(",") if n.strip()]
+        place = Place(out_dir, results, data, None if weights is None else str(weights), device)
         with watched() as watch:
             state = reproduce(experiments()[name], place, clock, together, some, watch.run, watch.round, say)
         stands = overview(experiments()[name], results, out_dir, corrections(results))
         chosen = _settled(name, results)
         if as_json:
-            found = {"done": list(state.found), "left": state.left, "stopped": clock.stopped, "settled": chosen}
-            print_json({**stands, **found})
+            found = {"runs_done": list(state.found), "runs_left": state.left, "stopped": clock.stopped}
+            print_json({**stands, **found, "settled": chosen, "scores": _numbers(state)})
             return
         if state.found:
             table, about = _scores(state)
             out.print(table)
-            more = "\nbeside the paper's numbers, with figures: perada reproduce document"
+            where = "" if results == RESULTS else f" --results {shlex.quote(str(results))}"
+            more = f"\nbeside the paper's numbers, with figures: perada reproduce document{where}"
             tell(about + (more if name in REPORTED else ""))
         tell(words(stands))
         if chosen:
@@ -85,29 +91,39 @@ def _command(name: str) -> Callable[..., None]:
 SHOWN = {"Local": "Local", "Global": "Global", "corruptions": "shifted", "global model": "server"}  # in 80 columns
 
 
+def _lines(state: State) -> dict[str, list[Result]]:
+    """What was tested: a line a method where there are seeds, else a line a run."""
+    tested = [t.name for t in state.experiment.trials if t.tested and t.name in state.found]
+    several = len({state.found[name]["seed"] for name in tested}) > 1
+    return variants_of(state) if several else {name: [state.found[name]] for name in tested}
+
+
+def _numbers(state: State) -> dict[str, dict[str, dict[str, float | int | None]]]:
+    """The same for a program: line -> metric -> mean, half of its interval, seeds."""
+    held = {name: {m: over_seeds(several, m) for m in METRICS} for name, several in _lines(state).items()}
+    return {
+        name: {m: {"mean": v.mean, "half": v.half, "seeds": v.seeds} for m, v in found.items() if v is not None}
+        for name, found in held.items()
+    }
+
+
 def _scores(state: State) -> tuple[Table, str]:
-    """What the runs came to, and what that is: a line a method where there are seeds, else a line a run; validation
-    data where nothing is tested. The document has more."""
-    trials = [t for t in state.experiment.trials if t.name in state.found]
-    runs = {t.name: [state.found[t.name]] for t in trials if t.tested}
-    if not runs:
+    """What the runs came to, and what that is; validation data where nothing is tested. The document has more."""
+    lines = _lines(state)
+    if not lines:
         table = house_table(None, "run", "Local", "server")
-        for trial in trials:
-            seen = validation_of(state.found[trial.name])
-            table.add_row(trial.name, *("" if v is None else f"{v:.2f}" for v in (seen.local, seen.server)))
+        for trial in (t.name for t in state.experiment.trials if t.name in state.found):
+            seen = validation_of(state.found[trial])
+            table.add_row(trial, *("" if v is None else f"{v:.2f}" for v in (seen.local, seen.server)))
         return table, "validation data in %, personal models: at the clients, and what the server holds back"
-    if len({r["seed"] for several in runs.values() for r in several}) > 1:
-        runs = variants_of(state)
-    metrics = [m for m in SHOWN if any(value(r, m) is not None for several in runs.values() for r in several)]
-    table = house_table(None, "run", "seeds", *(SHOWN[m] for m in metrics))
-    for name, several in runs.items():
-        table.add_row(name, str(len(several)), *(_mean(several, m) for m in metrics))
-    return table, "%, over clients, then seeds ± half of the 95% interval; server: the global model"
-
-
-def _mean(several: list[Result], metric: str) -> str:
-    found = over_seeds(several, metric)
-    return "" if found is None else found.text()
+    metrics = [m for m in SHOWN if any(value(r, m) is not None for several in lines.values() for r in several)]
+    table, wide = house_table(None, "run", "seeds", *(SHOWN[m] for m in metrics)), out.width >= 80
+    for name, several in lines.items():
+        found = [over_seeds(several, m) for m in metrics]
+        shown = ["" if v is None else v.text() if wide else f"{v.mean:.2f}" for v in found]
+        table.add_row(name, str(len(several)), *shown)
+    half = " ± half of the 95% interval" if wide else ""
+    return table, f"%, over clients, then seeds{half}; server: the global model"
 
 
 def _settled(name: str, results: Path) -> dict[str, Any] | None:
@@ -125,6 +141,8 @@ for _name in NAMES:
 @app.command("list")
 def list_command(results: Results = RESULTS, out_dir: Out = RUNS, as_json: AsJson = False) -> None:
     """The experiments: runs done and left, and their minutes."""
+    if results.exists() and not results.is_dir():
+        raise InputError(f"{results} is no folder: --results is the one that `perada reproduce NAME` writes")
     known = corrections(results)
     found = [overview(e, results, out_dir, known) for e in experiments().values()]
     if as_json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from ..errors import InputError
 from ..runs import write_atomic
@@ -57,23 +58,29 @@ MISSING = "–"
 Rows = list[list[str]]
 
 
-def document(root: Path) -> dict[str, str]:
-    """`""` -> the text, and file name -> figure."""
+def document(root: Path, folder: str = "results") -> dict[str, str]:
+    """`""` -> the text, and file name -> figure; `folder` is where the text finds those."""
     states = {name: state_of(experiments()[name], root) for name in REPORTED}
     figures: dict[str, str] = {}
     parts = [HEAD, *(_section(state, figures) for state in states.values()), _missing(list(states.values()), root)]
     reading = root / "reading.md"
     if reading.is_file():
-        parts.append("## Reading\n\n" + reading.read_text("utf8").strip() + "\n")
-    return {"": "\n".join(parts), **figures}
+        try:
+            parts.append("## Reading\n\n" + reading.read_text("utf8").strip() + "\n")
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot read {reading}: it has to be text in UTF-8") from error
+    return {"": "\n".join(parts).replace("](results/", f"]({quote(folder)}/"), **figures}
 
 
 def write_document(root: Path, out: Path) -> list[Path]:
     """The text at `out` and its figures in a folder beside it, of the same name; figures of before are taken away."""
-    made, folder = document(root), out.with_suffix("")
+    if out.suffix != ".md" or out.is_dir():
+        raise InputError(f"--out {out}: give a file whose name ends in .md; its figures go into a folder beside it")
+    folder = out.with_suffix("")
+    made = document(root, folder.name)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("*.svg"):
+        for old in (p for name in REPORTED for p in folder.glob(f"{name}-*.svg")):  # of ours, not of anybody's
             if old.name not in made:
                 old.unlink()
         files = {out if not name else folder / name: content for name, content in made.items()}
@@ -391,14 +398,14 @@ def _missing(states: Sequence[State], root: Path) -> str:
     lines, known = ["## What is missing", ""], corrections(root)
     for state in states:
         name, trials = state.experiment.name, [t for t in state.experiment.trials if t.name not in state.found]
+        if not trials:
+            continue
         tested = [t.name for t in trials if t.tested and t.name not in state.stale]
         points = [t.name for t in trials if not t.tested and t.name not in state.stale]
-        if tested or points:
-            minutes = overview(state.experiment, root, root / "no-run-folders", known)["minutes_left"]
-            many = f"{len(tested + points)} of {len(state.experiment.trials)} runs"
-            names = ", ".join(tested + ([f"{len(points)} points of searches"] if tested and points else points))
-            lines.append(f"- **{name}**, {many}, about {minutes:.0f} minutes of an H200: {names}.")
-        if state.stale:
-            lines.append(f"- **{name}**, made with other settings than planned now: {', '.join(state.stale)}.")
+        names = tested + ([f"{len(points)} points of searches"] if tested and points else points)
+        old = [f"made with other settings than planned now: {', '.join(state.stale)}"] if state.stale else []
+        minutes = overview(state.experiment, root, root / "no-run-folders", known)["minutes_left"]
+        many = f"{len(trials)} of {len(state.experiment.trials)} runs, about {minutes:.0f} minutes of an H200"
+        lines.append(f"- **{name}**, {many}: {'; '.join([*([', '.join(names)] if names else []), *old])}.")
     lines += ["- Not to be had here: STL-10 (as public images), CIFAR-10.1."]
     return "\n".join([*lines, ""])

@@ -11,12 +11,15 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import shutil
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..jsonfiles import fits
 from ..runs import RunFolder, write_atomic
 
 PIECE = 15 * 2**20  # four of them and the list go through a door of 64 MiB
@@ -143,27 +146,44 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, seen: dict[str, str]) 
 
 
 def unpack(about: Path, out: Path) -> int:
-    """The folder again, `out/NAME`; refuses where a piece is missing or damaged. Returns how many files it has."""
-    try:
-        held = json.loads(about.read_text("utf8"))
-        assert held["kind"] == KIND
-        pieces, name = list(held["pieces"]), str(held["name"])
-    except OSError as error:
-        raise InputError(f"cannot read {about}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
-        raise InputError(f"{about} is no list of pieces: give the .json file that `reproduce pack` wrote") from error
+    """The folder again, `out/NAME`, whole or not at all; refuses where a piece is missing or damaged. Returns how many
+    files it has."""
+    held = _listed(about)
+    pieces, target = held["pieces"], out / held["name"]
     missing = [p["name"] for p in pieces if not (about.parent / p["name"]).is_file()]
     if missing:
         raise InputError(f"{len(missing)} of {len(pieces)} pieces are not here, {missing[0]} first: carry them too")
     for piece in pieces:  # before anything is written
         _checked(about.parent / piece["name"], piece)
-    target = out / name
-    if target.exists() and any(target.iterdir()):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"{target} exists: move it away, or choose another --out")
+    part = out / f".{held['name']}.part"
     try:
-        target.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
         with tarfile.open(fileobj=io.BufferedReader(_Joined(about.parent, pieces)), mode="r|") as archive:
-            archive.extractall(target, filter="data")
+            archive.extractall(part, filter="data")
+        os.replace(part, target)
+    except tarfile.TarError as error:
+        raise InputError(f"{about} does not name all of its pieces, in their order: carry it again") from error
     except OSError as error:
         raise InputError(f"cannot write to {target}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return int(held["files"])
+
+
+def _listed(about: Path) -> dict[str, Any]:
+    """What `pack` wrote of its pieces; names in it are names, not ways to elsewhere."""
+    try:
+        held = json.loads(about.read_text("utf8"))
+    except OSError as error:
+        raise InputError(f"cannot read {about}: {error.strerror}") from error
+    except ValueError:
+        held = None
+    if fits(held, {"kind": str, "name": str, "files": int, "pieces": list}) and held["kind"] == KIND:
+        pieces = [p for p in held["pieces"] if fits(p, {"name": str, "sha256": str})]
+        names = [held["name"], *(p["name"] for p in pieces)]
+        if len(pieces) == len(held["pieces"]) and all(n == Path(n).name and n not in ("", "..") for n in names):
+            return dict(held)
+    raise InputError(f"{about} is no list of pieces: give the .json file that `reproduce pack` wrote")

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, NoReturn
 
 import torch
 
 from .. import __version__
 from ..config import Config
 from ..errors import InputError
-from ..methods import hyperparameters, make_method
+from ..jsonfiles import fits
+from ..methods import REGISTRY, hyperparameters, make_method
 from ..runs import jsonable, write_atomic
 from .plans import Trial
 
@@ -27,7 +29,21 @@ MACHINE = ("data.root", "data.resident", "run.device", "run.lanes", "run.checkpo
 OWN_WEIGHTS = ("random", "fedavg")  # that are a setting of a run; all others are the pretrained backbone
 SPLITS = ("local_val", "server_val", "local_test", "global_test", "shifted")
 COUNTERS = ("distilled", "accepted", "bytes_up", "bytes_down", "seconds", "train_loss", "failed")
-KEYS = {"experiment", "run", "method", "seed", "settings", "digest", "validation", "rows", "last", "guard", "seconds"}
+Number, Maybe = int | float, int | float | None
+KINDS: dict[str, type | UnionType] = {
+    **dict.fromkeys(("experiment", "run", "method", "digest", "date", "device"), str),
+    **dict.fromkeys(("settings", "validation", "guard", "last", "versions"), dict),
+    "seed": int,
+    "rounds": int,
+    "together": int,
+    "rows": list,
+    "seconds": Number,
+}
+PARTS: dict[str, dict[str, type | UnionType]] = {
+    "validation": {"local_val": Maybe, "server_val": Maybe},
+    "guard": {"kind": str | None, "distilled": int, "accepted": int | None},
+    "versions": {"torch": str},
+}
 METRICS = {  # name -> where it stands in a result
     "Local": ("local_test", "mean"),
     "Global": ("global_test", "mean"),
@@ -155,13 +171,33 @@ def read(root: Path, experiment: str) -> dict[str, Result]:
     found = {}
     for path in sorted((root / experiment).glob("*.json")):
         try:
-            result = json.loads(path.read_text("utf8"))
+            result = json.loads(path.read_text("utf8"), parse_constant=_no_number)
         except (OSError, ValueError) as error:
             raise InputError(f"{path} is damaged: remove it, and reproduce that run again") from error
-        if not isinstance(result, dict) or not result.keys() >= KEYS:
+        if not isinstance(result, dict) or not result.keys() >= KINDS.keys():
             raise InputError(f"{path} is no result of a run: remove it from the results")
+        if not _whole(result):
+            raise InputError(f"{path} is damaged: remove it, and reproduce that run again")
         found[path.stem] = result
     return found
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number")
+
+
+def _whole(result: Result) -> bool:
+    """Whether all that a table or figure is made of has its kind."""
+    if not fits(result, KINDS) or not all(fits(result[k], kinds) for k, kinds in PARTS.items()):
+        return False
+    if not all(fits(row, {"round": int}) for row in result["rows"]):
+        return False
+    parts = [result["last"], *result["rows"]]
+    means = [part[k] for part in parts for k in SPLITS if part.get(k) is not None]
+    models = [part["global_model"] for part in parts if part.get("global_model") is not None]
+    known = all(fits(m, {"mean": Maybe}) for m in means) and all(fits(m, {"global_test": Maybe}) for m in models)
+    weights = isinstance(result.get("weights"), dict | None)
+    return known and weights and result["method"] in REGISTRY and result["together"] >= 1
 
 
 def value(result: Result, metric: str) -> float | None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 
 from ..api import load, train
 from ..config import Config, resolve
@@ -21,7 +21,7 @@ from ..folders import resumable
 from ..lanes import Pool
 from ..plan import check_all, keep_backbone, once, shared_backbone, validated
 from ..rounds import Progress
-from ..runs import RunFolder, locked
+from ..runs import RunFolder, locked, write_atomic
 from ..simulate import Say, check
 from ..workers import jobs_for, share_lanes, shares
 from . import results
@@ -150,7 +150,7 @@ def state_of(experiment: Experiment, root: Path) -> State:
         elif result is not None:
             state.stale[trial.name] = sorted(
                 k for k, v in result["settings"].items() if results.essence(config).get(k) != v
-            ) or ["the preset"]
+            ) or ["preset"]
     return state
 
 
@@ -176,10 +176,13 @@ def reproduce(
     if not state.ready(only):
         return state
     home = place.out / experiment.name
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write to {home}: {error.strerror}") from error
+    for folder in (home, place.results / experiment.name):  # before anything is trained
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder / ".trial", b"")
+            (folder / ".trial").unlink()
+        except OSError as error:
+            raise InputError(f"cannot write to {folder}: {error.strerror}") from error
     with locked(home):
         work = _Work(state, place, home, clock, once(say), on_round, on_run, together)
         while (names := work.state.ready(only)) and not clock.stopped and not clock.over(clock.reserve):
@@ -296,9 +299,10 @@ class _Work:
         assert self.federation is not None
         started = (path / "config.toml").is_file()
         if path.exists() and not started:
-            shutil.rmtree(path)  # a kill left a folder with nothing in it
+            _empty(path)
         if started:
             _same(path, config)
+            _measured(path)
         if not trial.tested:
             splits = ("val", "server") if len(self.federation.server_val) else ("val",)
             last = validated(self.home, path, config, self.federation, on_round, self.say, splits, pool)
@@ -333,16 +337,42 @@ def _same(path: Path, config: Config) -> None:
         raise InputError(f"{path} was begun with another {other[0]}: move it away, or choose another --out")
 
 
+def _empty(path: Path) -> None:
+    """Remove what a kill left before a run's settings were written; more is a run that was not all carried."""
+    held = [p for p in path.rglob("*") if p.is_file() and not p.name.endswith(".part")]
+    if held:
+        raise InputError(f"{path} has {held[0].name} but no config.toml: carry all of that folder, or move it away")
+    shutil.rmtree(path)
+
+
+def _measured(path: Path) -> None:
+    """Refuse to go on with a run whose measurements were lost on the way: its result would say less than it was."""
+    config, folder = resolve(str(path / "config.toml"), {}), RunFolder(path)
+    last, done = config.train.rounds, (path / "summary.json").is_file()
+    end = last + 1 if done else folder.newest_round() or 0  # a checkpoint's own round may be measured yet
+    wanted = {n for n in range(1, end) if n % config.run.eval_every == 0 or n == last}
+    if lost := wanted - {row["round"] for row in folder.metrics()}:
+        then = f"carry that file again, or remove {path} and it is trained anew"
+        raise InputError(f"{path / 'metrics.jsonl'} lacks round {min(lost)}: {then}")
+
+
 def lay_over(weights: Path, statistics: Path, out: Path) -> Path:
     """The weights with another size's running statistics in them, as one file in `out`."""
     for file in (weights, statistics):
         if not file.is_file():
             raise InputError(f"no such file: {file}")
-    held, over = load_file(weights), load_file(statistics)
+    try:
+        held, over = (load_file(file) for file in (weights, statistics))
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"cannot read {weights} or {statistics}: {error}") from error
     if strange := sorted(over.keys() - held.keys()):
         raise InputError(f"{statistics} has {strange[0]}, which {weights} has not: are they of one network?")
-    made: dict[str, torch.Tensor] = {**held, **over}
-    out.mkdir(parents=True, exist_ok=True)
+    if other := sorted(n for n, t in over.items() if t.shape != held[n].shape):
+        raise InputError(f"{statistics} has {other[0]} in another shape than {weights}: are they of one network?")
     path = out / f"{weights.stem}+{statistics.stem}.safetensors"
-    save_file(made, path)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, save({**held, **over}))
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
     return path
