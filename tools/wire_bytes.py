@@ -8,6 +8,7 @@ without work, then runs of one and of six rounds. docs/deploy.md has the numbers
 
 from __future__ import annotations
 
+import argparse
 import socket
 import subprocess
 import sys
@@ -99,6 +100,7 @@ def _said(counts: tuple[int, int], scale: float = 1.0) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     orderly()
     with tempfile.TemporaryDirectory(prefix="perada-wire-") as folder:
         main(Path(folder))

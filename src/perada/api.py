@@ -12,13 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from . import __version__
 from .config import Config, resolve
-from .data import SEVERITIES, Federation, blank, build_federation, data_home, named_sets, place_of, read_image
+from .data import SEVERITIES, Federation, blank, build_federation, data_home, named_sets, place_of
 from .errors import InputError, unknown
 from .evaluate import Scores, all_scores_on, personal_scores, scores_on
 from .export import about, check_out, weights_of, write_program, write_weights
@@ -35,6 +34,7 @@ from .folders import (
 from .lanes import Pool, State
 from .methods import method_sizes
 from .models import count_groups
+from .predict import predictions
 from .report import write_report
 from .rounds import Progress
 from .rounds import run as run_rounds
@@ -153,21 +153,7 @@ class Run:
     def predict(self, client: str, images: str | Path | Sequence[str | Path]) -> list[dict[str, Any]]:
         """Class names with probabilities, most probable first; label probabilities for multi-label data."""
         paths = [images] if isinstance(images, str | Path) else list(images)
-        held = self.names
-        pixels = np.stack([read_image(Path(p), held.images.shape[-1]) for p in paths])
-        if held.images.shape[1] == 1:
-            pixels = np.rint(pixels.mean(1, keepdims=True)).astype(np.uint8)
-        with torch.no_grad():
-            logits = self.model(client)(self.normalise(torch.from_numpy(pixels)))
-        found = logits.sigmoid() if held.multilabel else logits.softmax(-1)
-        out = []
-        for path, row in zip(paths, found.tolist(), strict=True):
-            each = dict(zip(held.classes, row, strict=True))
-            if not held.multilabel:
-                each = dict(sorted(each.items(), key=lambda pair: -pair[1]))
-            about = {"image": str(path), "client": client, "multilabel": held.multilabel}
-            out.append({**about, "probabilities": each})
-        return out
+        return predictions(self.model(client), self.names, DTYPES[self.config.run.precision], client, paths)
 
     def export(self, client: str, out: str | Path, merged: bool = False) -> None:
         """FILE.safetensors: the personal part, or with `merged` the whole network, ready for `load_state_dict`.
@@ -175,12 +161,14 @@ class Run:
         out = Path(out)
         check_out(out)
         data = self.names
-        said = about(self.config, client, data.classes, mean=data.mean, std=data.std, multilabel=data.multilabel)
+        size = list(data.images.shape[2:])
+        told = {"mean": data.mean, "std": data.std, "size": size, "multilabel": data.multilabel}
+        said = about(self.config, client, data.classes, **told)
         if out.suffix == ".safetensors":
             held = self.model(client).state_dict() if merged else weights_of(self.state(client))
             write_weights(out, held, said)
         else:
-            write_program(out, self.model(client), data.images.shape[2:], said)
+            write_program(out, self.model(client), size, said)
 
 
 def load(path: str | Path, *, data: str | Path | None = None, device: str = "auto", say: Say = _warn) -> Run:

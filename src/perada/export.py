@@ -24,10 +24,10 @@ from .runs import write_atomic
 ENDINGS = (".safetensors", ".pt2", ".onnx")
 
 
-def check_out(out: Path, endings: Sequence[str] = ENDINGS) -> None:
+def check_out(out: Path) -> None:
     """Before anything is opened: a name that says what to write, and what is needed to write it."""
-    if out.suffix not in endings:
-        raise InputError(f"--out {out}: the name must end in {' or '.join(endings)}")
+    if out.suffix not in ENDINGS:
+        raise InputError(f"--out {out}: the name must end in {' or '.join(ENDINGS)}")
     if out.suffix == ".onnx" and not (find_spec("onnx") and find_spec("onnxscript")):
         raise InputError(f"--out {out}: ONNX files need pip install 'perada[onnx]'")
 

@@ -383,7 +383,7 @@ def _backbone(
 
 
 def _pretrained(config: Config, federation: Federation, say: Say, pretrain: Callable[[Simulation], None]) -> ResNet:
-    """FedAvg from scratch on the clients' own data (SPEC, section 8: initialisation), with streams of its own."""
+    """FedAvg from scratch on the clients' own data (as one of the paper's initialisations), with streams of its own."""
     start = pretraining(config)
     say(f"pretraining {config.model.backbone} with {start.train.rounds} rounds of FedAvg on the clients' data")
     sim = prepare(start, federation=federation)

@@ -1,4 +1,4 @@
-"""Hyper-parameters by the clients' own validation data, never by test data (SPEC, section 7)."""
+"""Hyper-parameters by the clients' own validation data, never by test data."""
 
 from __future__ import annotations
 

@@ -45,6 +45,20 @@ def test_what_is_asked_for_is_in_it(tmp_path: Path) -> None:
     assert "--server-name fl.example.org --sites a,b" in (project.folder / "certs.sh").read_text()
 
 
+def test_a_backbone_that_nothing_was_trained_with_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--preset", "folder", "--classes", "cat,dog", "--server", "fl.example.org"]
+    assert cli.main(["flower", "init", str(tmp_path / "p"), *words]) == 0
+    said = capsys.readouterr().err
+    assert f"perada flower certs {tmp_path / 'p' / 'certs'} --server-name fl.example.org, each site's own key" in said
+    assert '[model]\nweights = "random"  # better a pretrained file' in (tmp_path / "p" / "server.toml").read_text()
+    assert Project.open(tmp_path / "p").settings().untrained
+    assert cli.main(["flower", "init", str(tmp_path / "q"), *words, "--method", "fedavg"]) == 0
+    assert not Project.open(tmp_path / "q").settings().untrained, "it trains all of it"
+    assert cli.main(["flower", "init", str(tmp_path / "r")]) == 0
+    assert not Project.open(tmp_path / "r").settings().untrained, "the digits have weights"
+    assert f"next: {tmp_path / 'r' / 'certs.sh'}, then" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("sites", "least"), [("a", 1), ("a,b", 1), ("a,b,c", 2), ("a,b,c,d", 2)])
 def test_one_site_may_be_away(tmp_path: Path, sites: str, least: int) -> None:
     assert cli.main(["flower", "init", str(tmp_path / "p"), "--sites", sites]) == 0

@@ -13,15 +13,18 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same_tensors
+from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small import damage, tree
 
 from flower.test_faults import events, without_clock
 from flower.wire import SITES, MemoryGrid, make_world, run, write_server
+from perada.data import read_image
 from perada.errors import InputError
 from perada.evaluate import personal_scores
 from perada.flower import app
-from perada.flower.export import export, personal
+from perada.flower.export import export, personal, predict
 from perada.flower.messages import Refused, flat
 from perada.flower.site import Entry, SiteState
 from perada.lanes import State
@@ -194,6 +197,23 @@ def test_a_site_gets_its_model_out_without_the_server(method: str, tmp_path: Pat
         net.load_state_dict(load_file(tmp_path / f"{name}.safetensors"))
     export(settings, tmp_path / "part.safetensors", run="run")
     assert set(load_file(tmp_path / "part.safetensors")) == {*found.state.params, *found.state.buffers}
+    with safe_open(tmp_path / "part.safetensors", "pt") as file:
+        said = {k: json.loads(file.metadata()[k]) for k in ("mean", "std", "size", "multilabel")}
+    data = found.work.federation
+    assert said == {"mean": list(data.mean), "std": list(data.std), "size": [8, 8], "multilabel": False}
+    picture = tmp_path / "picture.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 20, 3), dtype=np.uint8)).save(picture)
+    (seen,) = predict(settings, [picture])
+    pixels = torch.from_numpy(read_image(picture, 8).mean(0, keepdims=True).round())
+    grey = found.work.federation.prepare(pixels[None], torch.float32)
+    wanted = dict(zip(data.classes, found.module()(grey).softmax(-1)[0].tolist(), strict=True))
+    assert seen["probabilities"] == pytest.approx(wanted, rel=1e-4)
+    assert (seen["client"], seen["multilabel"]) == (settings.name, False)
+    if method == "perada":  # a program, for a machine without perada
+        export(settings, tmp_path / "whole.pt2")
+        images = torch.rand(3, 3, 8, 8)
+        program = torch.export.load(tmp_path / "whole.pt2").module()
+        assert torch.allclose(program(images), found.module()(images), atol=1e-6)
     with pytest.raises(InputError, match="unknown run 'walk'"):
         export(settings, tmp_path / "part.safetensors", run="walk")
     with pytest.raises(InputError, match="holds no run of this site yet"):

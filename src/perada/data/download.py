@@ -60,7 +60,7 @@ class Entry:
     def checksum(self) -> str:
         if self.by_hand:
             return "by hand"
-        return ", ".join(r.checksum or "no published checksum" for r in self.remotes)
+        return ", ".join(dict.fromkeys(r.checksum or "no published checksum" for r in self.remotes))
 
 
 _TORONTO, _KRIZ = "https://www.cs.toronto.edu/~kriz/", "https://www.cs.toronto.edu/~kriz/cifar.html"

@@ -36,6 +36,9 @@ Names = Annotated[str, typer.Option("--sites", metavar="A,B,C", help="names of t
 Insecure = Annotated[bool, typer.Option("--insecure", help="no encryption and no keys: for trials on one machine")]
 Knows = Annotated[bool, typer.Option("--i-know-this-is-not-encrypted", help="--insecure beyond this machine, too")]
 RunName = Annotated[str | None, typer.Option("--name", help="the run's name")]
+SiteName = Annotated[str | None, typer.Option("--name", help="of this site")]
+SiteFolder = Annotated[Path, typer.Option("--dir", metavar="DIR", help="the folder with site.toml")]
+SiteRun = Annotated[str, typer.Option("--run", help="a run's name; default the newest")]
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 
 
@@ -83,7 +86,11 @@ def init_command(
     made = init(folder, name, _split(sites), Address.parse(server), preset, _split(classes), method, settings)
     for path in made:
         out.print(str(path), highlight=False, soft_wrap=True)
-    _say(f"next: {folder / 'certs.sh'}, then perada flower server {folder}")
+    dialled, first = Address.parse(server), f"{folder / 'certs.sh'}, then"
+    if not dialled.loopback:  # a private key travels nowhere
+        first = f"perada flower certs {folder / 'certs'} --server-name {dialled.host},"
+        first += " each site's own key by --keys-only (docs/deploy.md), then"
+    _say(f"next: {first} perada flower server {folder}")
 
 
 @app.command("certs")
@@ -166,6 +173,8 @@ def run_command(
         raise InputError(f"there is a run {chosen} already: --resume goes on with it, --name NAME starts another")
     follower = shelf.Follower(project.settings().runs() / chosen, _say)
     follower.skip()
+    if project.settings().untrained:
+        _say("warning: the frozen backbone is random: name a pretrained file as model.weights in server.toml")
     number = control.start(project.app, chosen, resume, after)
     _say(f"started {chosen} (Flower's number {number})")
     if detach:
@@ -224,12 +233,30 @@ def collect_command(
     out.print(f"wrote {path}", highlight=False, soft_wrap=True)
 
 
+@app.command("predict")
+def predict_command(
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="pictures of any size")],
+    site: SiteName = None,
+    folder: SiteFolder = Path(),
+    run: SiteRun = "",
+    as_json: AsJson = False,
+) -> None:
+    """At a site: what its own model sees in images. Needs no server and no data."""
+    from .export import predict
+
+    found = predict(known_site(folder, site), images, run)
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    out.print(tables.predictions(found))
+
+
 @app.command("export")
 def export_command(
-    out_file: Annotated[Path, typer.Option("--out", metavar="FILE", help="a name that ends in .safetensors")],
-    site: Annotated[str | None, typer.Option("--name", help="of this site")] = None,
-    folder: Annotated[Path, typer.Option("--dir", metavar="DIR", help="the folder with site.toml")] = Path(),
-    run: Annotated[str, typer.Option("--run", help="a run's name; default the newest")] = "",
+    out_file: Annotated[Path, typer.Option("--out", metavar="FILE", help="FILE.safetensors, FILE.pt2 or FILE.onnx")],
+    site: SiteName = None,
+    folder: SiteFolder = Path(),
+    run: SiteRun = "",
     merged: Annotated[bool, typer.Option("--merged", help="the whole network instead of the personal part")] = False,
 ) -> None:
     """At a site: its own model as one file. Needs no server and no data."""

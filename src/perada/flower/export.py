@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import InputError, unknown
-from ..export import about, check_out, weights_of, write_weights
+from ..export import about, check_out, weights_of, write_program, write_weights
 from ..lanes import State
+from ..predict import predictions
 from .client import NeedsWeights, Site, Work
+from .holdings import empty_federation
 from .messages import Refused
 from .settings import SiteSettings
 
@@ -55,9 +60,22 @@ def personal(settings: SiteSettings, run: str = "") -> Personal:
     return Personal(work, chosen[-1], rounds[-1] if rounds else None, state)
 
 
-def export(settings: SiteSettings, out: Path, merged: bool = False, run: str = "") -> None:
-    """The personal part as safetensors; with `merged` the whole network, ready for `load_state_dict`."""
-    check_out(out, [".safetensors"])
+def predict(settings: SiteSettings, images: Sequence[Path], run: str = "") -> list[dict[str, Any]]:
+    """What the site's model sees in pictures, as `perada.Run.predict` has it."""
     found = personal(settings, run)
-    said = about(found.work.config, settings.name, found.work.plan.classes, multilabel=found.work.plan.multilabel)
-    write_weights(out, found.module().state_dict() if merged else weights_of(found.state), said)
+    module, held = found.module(), empty_federation(found.work.plan, torch.device("cpu"))
+    return predictions(module, held, next(module.parameters()).dtype, settings.name, images)
+
+
+def export(settings: SiteSettings, out: Path, merged: bool = False, run: str = "") -> None:
+    """As `perada.Run.export` does: FILE.safetensors with the personal part or, with `merged`, the whole network;
+    FILE.pt2 and FILE.onnx are the whole network as a program."""
+    check_out(out)
+    found = personal(settings, run)
+    config, plan = found.work.config, found.work.plan
+    (mean, std), size = plan.normalisation, [config.data.size] * 2
+    said = about(config, settings.name, plan.classes, mean=mean, std=std, size=size, multilabel=plan.multilabel)
+    if out.suffix == ".safetensors":
+        write_weights(out, found.module().state_dict() if merged else weights_of(found.state), said)
+    else:
+        write_program(out, found.module(), size, said)

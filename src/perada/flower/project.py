@@ -154,18 +154,24 @@ continue-from = ""
 """
 
 
+RANDOM = "  # better a pretrained file, beside this one: docs/deploy.md says how to make one"
+
+
 def _server(name: str, sites: Sequence[str], preset: str, classes: list[str], overrides: Mapping[str, Any]) -> str:
     """The preset less what it says about data at hand, then what was asked for."""
     small = preset == "digits"
     base = {"data.size": 8, "data.normalise": "data"} if small else {}
     base |= {"train.cohort": 0, "run.lanes": 1}  # all sites in every round; a site trains its own lanes one by one
     base |= {"train.rounds": 10, "run.eval_every": 1} if small else {}
+    if preset == "folder":  # which pretrains on the clients' images
+        base["model.weights"] = "random"
     sections: dict[str, dict[str, Any]] = {}
     for key, value in {**base, **overrides}.items():
         section, _, rest = key.partition(".")
         sections.setdefault(section, {})[rest] = value
+    said = {("model", "weights"): RANDOM} if {**base, **overrides}.get("model.weights") == "random" else {}
     told = "\n".join(
-        f"[{section}]\n" + "".join(f"{k} = {toml_value(v)}\n" for k, v in values.items())
+        f"[{section}]\n" + "".join(f"{k} = {toml_value(v)}{said.get((section, k), '')}\n" for k, v in values.items())
         for section, values in sections.items()
     )
     return f"""# What the federation trains. Keys are those of `perada train`; paths are relative to this file.

@@ -110,6 +110,11 @@ class ServerSettings:
         )
         return cls(federation, rounds, _run_config(file, tables, federation))
 
+    @property
+    def untrained(self) -> bool:
+        """Whether a backbone stays frozen that nothing was ever trained with."""
+        return self.config.model.weights == "random" and self.config.make_method().parts.trains != "full"
+
     def runs(self) -> Path:
         return Path(self.federation.state) / "runs"
 

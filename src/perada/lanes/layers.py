@@ -229,7 +229,7 @@ class LaneDropout(nn.Module):
 
 
 class ResidualAdapter(nn.Module):
-    """`x + Conv1x1(Dropout(BN(x)))`, the identity up to 1e-4 when new (SPEC, section 4)."""
+    """`x + Conv1x1(Dropout(BN(x)))`, the identity up to 1e-4 when new."""
 
     def __init__(self, channels: int, dropout: float, name: str) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ Algorithm 1 (appendix C). With b_m the batch norms of client m, affines and runn
     (w, b) ← (w, b) − η ∇L_m(w, b)          from w and its own b_m
     w ← mean_m w_m                          at the server; b_m stays with the client
 
-Every norm's statistics stay, those of the downsample norms too, whose affines are shared (SPEC, section 4).
+Every norm's statistics stay, those of the downsample norms too, whose affines are shared.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from urllib.parse import quote
 
@@ -17,42 +18,6 @@ from .results import METRICS, Interval, Result, interval, later, paired, value
 from .running import State, state_of
 from .study import TOLERANCE, Validation, fits, settled, validation_of, winner
 
-HEAD = """# Results
-
-Made from the files in `results/` by `perada reproduce document`; not to be edited by hand: CI makes it again and
-compares. Each experiment has its command; a run's settings, rounds, seconds, device and date stand in its file.
-
-What differs from the paper's set-up, everywhere below:
-
-- **Weights.** The backbone is a Tiny-ImageNet-pretrained ResNet-18; the paper's is pretrained on ImageNet-1K.
-- **Data.** CIFAR-10 and CIFAR-100 are the paper's. PACS at 64×64 (4 domains, 7 classes) stands in for Office-Home,
-  4,999 NIH chest X-rays at 64×64 for CheXpert, with 5 clients, all in every round, and Dir(1) instead of 20 and
-  Dir(0.3), since so few images leave most of 20 clients with test images of one class: their numbers do not compare
-  with the paper's, only the order of methods may.
-- **Corruptions** are our own renderings of CIFAR-10-C's 19 kinds at 5 severities, not its files. CIFAR-10.1 is not to
-  be had here.
-- **The split** of CIFAR-10 gives everybody two training images of each class before Dir(0.1) deals out the rest
-  (`data.min_per_class=2`), as the authors' code does; the paper's text has Dir(0.1) alone. Without them one client of
-  twenty would hold a single class.
-- **Seeds** draw everything but the split: who holds what is the same in all runs of an experiment (in the study it is
-  another, since the server holds some of the training images back). An interval is Student's t at 95% over seeds; a
-  difference is taken seed by seed.
-- **Choices** are made by validation data alone: `src/perada/reproduce/study.py` has the rule; a test poisons test
-  labels and gets the same choice.
-- **Tuning.** The paper tunes every method's rate. Here the main five have the preset's (the paper's final rate and λ,
-  found for PerAda), and only distillation had a study; the others have a small grid each.
-- **Averages** over clients are over all of them, also in figures over rounds, where the paper has those that took part.
-- **Distillation's rate** falls as a cosine (the paper names none), also in `as-written` of the study.
-- `perada-guard-none` is PerAda with the settled distillation but without its guard, so that every distilled adapter is
-  broadcast, as in Algorithm 1. The paper's text read literally is `as-written`: in the ablations to the letter, in the
-  study but for the rate's schedule.
-- *Guard accepted* counts the rounds in which a student of at least one step was broadcast. With `keep_stats=student` it
-  also judges the average with running statistics of the public images: if that is best, it is broadcast and counts as
-  refused.
-
-The paper's numbers are those of its Table 1 (personal models) and Table 2 (global models; beside FedAvg+FT's stand
-those of FedAvg, which is the same model).
-"""
 COMMAND = "perada reproduce {name} --data FOLDER --weights FILE"
 MISSING = "–"
 Rows = list[list[str]]
@@ -62,7 +27,7 @@ def document(root: Path, folder: str = "results") -> dict[str, str]:
     """`""` -> the text, and file name -> figure; `folder` is where the text finds those."""
     states = {name: state_of(experiments()[name], root) for name in REPORTED}
     figures: dict[str, str] = {}
-    parts = [HEAD, *(_section(state, figures) for state in states.values()), _missing(list(states.values()), root)]
+    parts = [_head(), *(_section(state, figures) for state in states.values()), _missing(list(states.values()), root)]
     reading = root / "reading.md"
     if reading.is_file():
         try:
@@ -70,6 +35,11 @@ def document(root: Path, folder: str = "results") -> dict[str, str]:
         except (OSError, ValueError) as error:
             raise InputError(f"cannot read {reading}: it has to be text in UTF-8") from error
     return {"": "\n".join(parts).replace("](results/", f"]({quote(folder)}/"), **figures}
+
+
+def _head() -> str:
+    """What is said before any number."""
+    return (resources.files("perada") / "reproduce" / "head.md").read_text("utf8")
 
 
 def write_document(root: Path, out: Path) -> list[Path]:
