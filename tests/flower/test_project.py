@@ -52,8 +52,9 @@ def test_a_backbone_that_nothing_was_trained_with_is_said(tmp_path: Path, capsys
     assert f"perada flower certs {tmp_path / 'p' / 'certs'} --server-name fl.example.org, each site's own key" in said
     assert '[model]\nweights = "random"  # better a pretrained file' in (tmp_path / "p" / "server.toml").read_text()
     assert Project.open(tmp_path / "p").settings().untrained
-    assert cli.main(["flower", "init", str(tmp_path / "q"), *words, "--method", "fedavg"]) == 0
-    assert not Project.open(tmp_path / "q").settings().untrained, "it trains all of it"
+    for method in ("fedavg", "fedalt-adapter"):
+        assert cli.main(["flower", "init", str(tmp_path / method), *words, "--method", method]) == 0
+        assert not Project.open(tmp_path / method).settings().untrained, "it trains all of it"
     assert cli.main(["flower", "init", str(tmp_path / "r")]) == 0
     assert not Project.open(tmp_path / "r").settings().untrained, "the digits have weights"
     assert f"next: {tmp_path / 'r' / 'certs.sh'}, then" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from perada.flower.address import free_port
 from perada.flower.control import Control
 from perada.flower.launch import Door
 from perada.flower.project import Project
+from perada.flower.settings import ServerSettings
 from perada.runs import locked
 
 # Which keys are let in.
@@ -285,6 +286,17 @@ def test_the_line_to_go_on_with_is_complete(keyed: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(commands.shelf, "follow", follow)
     assert cli.main(["flower", "run", str(keyed), "--name", "x", "--continue-from", "run-1"]) == 1
     assert lines == [f"perada flower run {keyed} --resume --name x --continue-from run-1"]
+
+
+def test_a_run_on_a_random_backbone_is_warned_of(
+    keyed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Control, "open", classmethod(lambda cls, home: cls(home)))
+    monkeypatch.setattr(Control, "start", lambda *words: "1")
+    for random in (False, True):
+        monkeypatch.setattr(ServerSettings, "untrained", random)
+        assert cli.main(["flower", "run", str(keyed), "--detach"]) == 0
+        assert ("warning: the frozen backbone is random" in capsys.readouterr().err) is random
 
 
 def test_a_run_that_failed_is_told_soon(keyed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

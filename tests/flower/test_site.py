@@ -20,10 +20,11 @@ from small import damage, tree
 
 from flower.test_faults import events, without_clock
 from flower.wire import SITES, MemoryGrid, make_world, run, write_server
+from perada import cli
 from perada.data import read_image
 from perada.errors import InputError
 from perada.evaluate import personal_scores
-from perada.flower import app
+from perada.flower import app, commands
 from perada.flower.export import export, personal, predict
 from perada.flower.messages import Refused, flat
 from perada.flower.site import Entry, SiteState
@@ -182,9 +183,12 @@ def test_what_a_site_is_told_names_none_of_its_files(tmp_path: Path, capfd: pyte
 
 
 @pytest.mark.parametrize("method", ["perada", "fedbn", "apfl", "fedavg", "fedavg-ft"])
-def test_a_site_gets_its_model_out_without_the_server(method: str, tmp_path: Path) -> None:
+def test_a_site_gets_its_model_out_without_the_server(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     world = make_world(tmp_path, method__name=method, train__rounds=2)
     path, _ = run(world)
+    capsys.readouterr()
     app._site.cache_clear()
     row = without_clock(path)[-1]
     for name in SITES:
@@ -204,6 +208,11 @@ def test_a_site_gets_its_model_out_without_the_server(method: str, tmp_path: Pat
     picture = tmp_path / "picture.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 20, 3), dtype=np.uint8)).save(picture)
     (seen,) = predict(settings, [picture])
+    monkeypatch.setattr(commands, "known_site", lambda folder, site: settings)
+    assert cli.main(["flower", "predict", str(picture), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [seen]
+    assert cli.main(["flower", "predict", str(picture)]) == 0
+    assert f"{max(seen['probabilities'].values()):.1%}" in capsys.readouterr().out
     pixels = torch.from_numpy(read_image(picture, 8).mean(0, keepdims=True).round())
     grey = found.work.federation.prepare(pixels[None], torch.float32)
     wanted = dict(zip(data.classes, found.module()(grey).softmax(-1)[0].tolist(), strict=True))

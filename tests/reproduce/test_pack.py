@@ -132,7 +132,9 @@ def test_a_missing_or_damaged_piece_is_named_and_nothing_is_written(pieces: Path
         ({"name": ".."}, "is no list of pieces"),
         ({"pieces": []}, "does not name all of its pieces"),
         ({"pieces": slice(-1)}, "does not name all of its pieces"),
-        ({"pieces": slice(None, None, -1)}, "does not name all of its pieces"),
+        ({"pieces": slice(None, None, -1)}, "is no list of pieces"),
+        ({"pieces": slice(None, None, 2)}, "is no list of pieces"),
+        ({"files": 7}, "does not name all of its pieces"),
     ],
 )
 def test_a_damaged_list_unpacks_nothing(change: dict[str, Any], message: str, pieces: Path, tmp_path: Path) -> None:

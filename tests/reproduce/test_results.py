@@ -73,7 +73,9 @@ def test_a_damaged_result_is_one_line(tmp_path: Path) -> None:
         {"together": 0},
         {"date": None},
         {"versions": {}},
+        {"last": {"global_model": {"global_test": 1.0, "shifted": "x"}}},
         {"weights": []},
+        {"weights": {"file": 3}},
     ],
 )
 def test_a_result_of_other_kinds_is_one_line(other: dict[str, object], tmp_path: Path) -> None:

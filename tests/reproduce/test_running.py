@@ -405,6 +405,17 @@ def test_a_run_that_was_not_all_carried_is_refused_and_nothing_of_it_removed(tmp
         reproduce(one, place(tmp_path))
 
 
+def test_a_damaged_newest_checkpoint_is_no_lost_measurement(tmp_path: Path) -> None:
+    """The run went on from the one before it, and was stopped again before the damaged one's round."""
+    one = replace(two(train__rounds=5), trials=two().trials[:1])
+    assert reproduce(one, place(tmp_path), Ticking(3)).left == ["perada-0"]
+    run = tmp_path / "runs" / "digits" / "perada-0"
+    newest = max((run / "checkpoints").glob("round-*"))
+    (run / "checkpoints" / "round-0005").mkdir()  # as if it had been written, and lost
+    shutil.copy(newest / "state.json", run / "checkpoints" / "round-0005" / "state.json")
+    assert reproduce(one, place(tmp_path)).left == []
+
+
 def test_a_folder_that_a_kill_left_empty_is_trained_into(tmp_path: Path) -> None:
     one = replace(two(), trials=two().trials[:1])
     run = tmp_path / "runs" / "digits" / "perada-0"

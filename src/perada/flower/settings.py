@@ -113,7 +113,8 @@ class ServerSettings:
     @property
     def untrained(self) -> bool:
         """Whether a backbone stays frozen that nothing was ever trained with."""
-        return self.config.model.weights == "random" and self.config.make_method().parts.trains != "full"
+        trains = self.config.make_method().parts.trains
+        return self.config.model.weights == "random" and trains not in ("full", "everything")
 
     def runs(self) -> Path:
         return Path(self.federation.state) / "runs"

@@ -56,8 +56,7 @@ def _command(name: str) -> Callable[..., None]:
     ) -> None:
         if minutes is not None and not minutes > 0:
             raise InputError(f"--minutes must be above 0, not {minutes:g}")
-        for option, word in (("--data", data), ("--weights", weights), ("--out", out_dir), ("--results", results)):
-            not_empty(option, word)
+        not_empty("--data", data)
         not_empty("--only", only if only is None else only.replace(",", ""))
         clock = Clock(minutes)
         if statistics is not None:

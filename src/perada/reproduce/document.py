@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..runs import write_atomic
 from ..standings import pipes as table
 from . import drawings, paper
-from .overview import corrections, overview
+from .overview import overview
 from .plans import REPORTED, Choice, Experiment, experiments
 from .results import METRICS, Interval, Result, interval, later, paired, value
 from .running import State, state_of
@@ -365,7 +365,7 @@ def _ablations(state: State, figures: dict[str, str]) -> list[str]:
 
 def _missing(states: Sequence[State], root: Path) -> str:
     """What was planned and is not there; silence would be a claim."""
-    lines, known = ["## What is missing", ""], corrections(root)
+    lines = ["## What is missing", ""]
     for state in states:
         name, trials = state.experiment.name, [t for t in state.experiment.trials if t.name not in state.found]
         if not trials:
@@ -374,7 +374,7 @@ def _missing(states: Sequence[State], root: Path) -> str:
         points = [t.name for t in trials if not t.tested and t.name not in state.stale]
         names = tested + ([f"{len(points)} points of searches"] if tested and points else points)
         old = [f"made with other settings than planned now: {', '.join(state.stale)}"] if state.stale else []
-        minutes = overview(state.experiment, root, root / "no-run-folders", known)["minutes_left"]
+        minutes = overview(state.experiment, root, None, {})["minutes_left"]
         many = f"{len(trials)} of {len(state.experiment.trials)} runs, about {minutes:.0f} minutes of an H200"
         lines.append(f"- **{name}**, {many}: {'; '.join([*([', '.join(names)] if names else []), *old])}.")
     lines += ["- Not to be had here: STL-10 (as public images), CIFAR-10.1."]

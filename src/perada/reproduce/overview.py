@@ -16,8 +16,8 @@ SHIFTED = 30.0  # seconds of the 95 corrupted test sets at the end of a run, est
 Kind = tuple[str, str]  # (preset, method)
 
 
-def overview(experiment: Experiment, root: Path, out: Path, known: Mapping[Kind, float]) -> dict[str, Any]:
-    """One line of `perada reproduce list`; `known` are `corrections`.
+def overview(experiment: Experiment, root: Path, out: Path | None, known: Mapping[Kind, float]) -> dict[str, Any]:
+    """One line of `perada reproduce list`; `out` has the run folders, if any; `known` are `corrections`.
 
     Minutes are of the machine: runs that were trained together share theirs. What is left is an estimate, corrected by
     what runs of the same method took (on any machine); `measured` says whether there are such of all that is left.
@@ -26,7 +26,9 @@ def overview(experiment: Experiment, root: Path, out: Path, known: Mapping[Kind,
     begun, seconds, measured = dict[str, list[int]](), 0.0, True
     for name in state.left:
         config = state.configs.get(name) or _likely(experiment, name)
-        rounds, done = config.train.rounds, RunFolder(out / experiment.name / name).newest_round() or 0
+        rounds, done = config.train.rounds, 0
+        if out is not None:
+            done = RunFolder(out / experiment.name / name).newest_round() or 0
         if done:
             begun[name] = [done, rounds]
         factor = known.get((experiment.preset, config.method_name))

@@ -163,9 +163,11 @@ def unpack(about: Path, out: Path) -> int:
         part.mkdir(parents=True)
         with tarfile.open(fileobj=io.BufferedReader(_Joined(about.parent, pieces)), mode="r|") as archive:
             archive.extractall(part, filter="data")
+        if sum(p.is_file() for p in part.rglob("*")) != held["files"]:  # an archive's end may be lost unnoticed
+            raise tarfile.ReadError
         os.replace(part, target)
     except tarfile.TarError as error:
-        raise InputError(f"{about} does not name all of its pieces, in their order: carry it again") from error
+        raise InputError(f"{about} does not name all of its pieces: carry it again") from error
     except OSError as error:
         raise InputError(f"cannot write to {target}: {error.strerror}") from error
     finally:
@@ -183,7 +185,7 @@ def _listed(about: Path) -> dict[str, Any]:
         held = None
     if fits(held, {"kind": str, "name": str, "files": int, "pieces": list}) and held["kind"] == KIND:
         pieces = [p for p in held["pieces"] if fits(p, {"name": str, "sha256": str})]
-        names = [held["name"], *(p["name"] for p in pieces)]
-        if len(pieces) == len(held["pieces"]) and all(n == Path(n).name and n not in ("", "..") for n in names):
+        name, wanted = held["name"], [f"{held['name']}.tar.{i:03d}" for i in range(len(held["pieces"]))]
+        if [p["name"] for p in pieces] == wanted and name == Path(name).name and name not in ("", ".."):
             return dict(held)
     raise InputError(f"{about} is no list of pieces: give the .json file that `reproduce pack` wrote")

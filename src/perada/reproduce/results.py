@@ -196,7 +196,8 @@ def _whole(result: Result) -> bool:
     means = [part[k] for part in parts for k in SPLITS if part.get(k) is not None]
     models = [part["global_model"] for part in parts if part.get("global_model") is not None]
     known = all(fits(m, {"mean": Maybe}) for m in means) and all(fits(m, {"global_test": Maybe}) for m in models)
-    weights = isinstance(result.get("weights"), dict | None)
+    known = known and all(isinstance(m.get("shifted"), Maybe) for m in models)
+    weights = result.get("weights") is None or fits(result["weights"], {"file": str})
     return known and weights and result["method"] in REGISTRY and result["together"] >= 1
 
 

@@ -180,7 +180,7 @@ def reproduce(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomic(folder / ".trial", b"")
-            (folder / ".trial").unlink()
+            (folder / ".trial").unlink(missing_ok=True)  # another process may try at the same time
         except OSError as error:
             raise InputError(f"cannot write to {folder}: {error.strerror}") from error
     with locked(home):
@@ -348,8 +348,10 @@ def _empty(path: Path) -> None:
 def _measured(path: Path) -> None:
     """Refuse to go on with a run whose measurements were lost on the way: its result would say less than it was."""
     config, folder = resolve(str(path / "config.toml"), {}), RunFolder(path)
-    last, done = config.train.rounds, (path / "summary.json").is_file()
-    end = last + 1 if done else folder.newest_round() or 0  # a checkpoint's own round may be measured yet
+    last, end = config.train.rounds, config.train.rounds + 1
+    if not (path / "summary.json").is_file():  # what comes after the newest whole checkpoint is measured again
+        found, _ = folder.load()
+        end = 0 if found is None else found.round
     wanted = {n for n in range(1, end) if n % config.run.eval_every == 0 or n == last}
     if lost := wanted - {row["round"] for row in folder.metrics()}:
         then = f"carry that file again, or remove {path} and it is trained anew"
