@@ -152,7 +152,7 @@ def test_when_every_checkpoint_is_damaged_it_is_said(folder: RunFolder) -> None:
     for round in (1, 2):
         folder.save(checkpoint(round), range(3))
         damage(folder.checkpoints / f"round-{round:04d}" / "server.safetensors", "cut")
-    with pytest.raises(InputError, match=r"no checkpoint is whole.*--overwrite"):
+    with pytest.raises(InputError, match=r"no checkpoint is whole.*: remove that folder and train again"):
         RunFolder.open(folder.path).load()
 
 
