@@ -23,14 +23,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from perada.client.scores import logits_on
+from perada.client.trainer import sample_loss
 from perada.config import parse_setting, resolve
 from perada.data.federation import Indices
-from perada.distill import Distill, distill
 from perada.errors import InputError
-from perada.evaluate import logits_on
+from perada.experiment import Simulation, prepare
 from perada.lanes import State, gather, mean
-from perada.simulate import Simulation, prepare
-from perada.trainer import sample_loss
+from perada.server.distill import Distill, distill
 
 SETTINGS = {"data.min_per_class": 2, "data.server_val": 0.02, "method.name": "perada", "distill.steps": 60}
 SETTINGS |= {"distill.candidates": [20], "distill.keep_stats": "student", "distill.size": 4096, "distill.batch": 512}

@@ -20,13 +20,13 @@ import torch
 from rounds import made_up
 
 import perada.data
+from perada.client.trainer import sample_loss
 from perada.config import resolve
 from perada.data.batches import ClientBatches
 from perada.data.public import Chunks
+from perada.experiment import Simulation, prepare
 from perada.lanes import Gradient, Options, fast, replay, sgd
 from perada.lanes.state import flattened
-from perada.simulate import Simulation, prepare
-from perada.trainer import sample_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 METHODS = ("perada", "perada-no-kd", "ditto", "fedbn", "fedrep", "pfedme", "apfl", "feddyn", "fedalt-adapter")

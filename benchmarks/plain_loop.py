@@ -29,8 +29,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import perada.data
 from perada.config import resolve
+from perada.experiment import Simulation, prepare
 from perada.models.resnet import resnet
-from perada.simulate import Simulation, prepare
 
 BATCH = 64
 

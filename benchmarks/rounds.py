@@ -25,18 +25,18 @@ from typing import Any
 import numpy as np
 import torch
 
+import perada.client.trainer
 import perada.data
-import perada.distill
-import perada.trainer
+import perada.server.distill
 from perada.config import parse_setting, resolve
 from perada.data.federation import Source
-from perada.simulate import Simulation, prepare
+from perada.experiment import Simulation, prepare
 
 PARTS = {  # what is timed -> where it is called from
-    "training": (perada.trainer, "sgd"),
-    "teachers": (perada.distill, "teacher_logits"),
-    "distillation steps": (perada.distill, "loop"),
-    "guard": (perada.trainer.Trainer, "validation_losses"),
+    "training": (perada.client.trainer, "sgd"),
+    "teachers": (perada.server.distill, "teacher_logits"),
+    "distillation steps": (perada.server.distill, "loop"),
+    "guard": (perada.client.trainer.Trainer, "validation_losses"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small import flags
 
-from perada import cli
+from perada.cli import main as cli
 
 
 def train(out: Path, *words: str, **set: Any) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from perada import cli
+from perada.cli import main as cli
 
 TINY = {"model.backbone": "resnet8", "model.weights": "random", "data.size": 8, "train.rounds": 1, "train.epochs": 1}
 

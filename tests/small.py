@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from perada.config import Config, resolve
 from perada.data import Client, Federation
+from perada.experiment import Simulation, prepare
 from perada.lanes import Group, LaneModel, State
 from perada.lanes.layers import LaneLinear
-from perada.simulate import Simulation, prepare
 
 # The digits preset cut down to about 0.2 s a round: the server holds back most of the training data.
 SMALL: dict[str, Any] = {

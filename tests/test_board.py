@@ -10,7 +10,8 @@ import pytest
 from commands import train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from perada import board, cli
+from perada.cli import main as cli
+from perada.report import tensorboard as board
 
 
 def shown(folder: Path) -> dict[str, dict[int, float]]:

@@ -22,13 +22,13 @@ import torch
 from small import SMALL, adapters, flags, tree
 
 import perada
-from perada import cli
-from perada.compare import compare
+from perada.cli import main as cli
+from perada.cli.watch import Watch
 from perada.config import resolve
 from perada.errors import InputError, Interrupted
-from perada.runs import write_atomic
-from perada.simulate import Simulation
-from perada.watch import Watch
+from perada.experiment import Simulation
+from perada.runs.folder import write_atomic
+from perada.sweep.compare import compare
 
 TINY: dict[str, Any] = {"data__clients": 3, "distill__steps": 1, "distill__candidates": [1]}
 METHODS = ["perada", "standalone"]  # not the paper's order
@@ -214,7 +214,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(
 ) -> None:
     given, says = CASES[name]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("perada.compare.train", lambda *args, **kwargs: pytest.fail("something was trained"))
+    monkeypatch.setattr("perada.sweep.compare.train", lambda *args, **kwargs: pytest.fail("something was trained"))
     shutil.copytree(whole, "whole")
     for file, text in FILES.items():
         Path(file).parent.mkdir(exist_ok=True)
@@ -246,7 +246,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(Path(kwargs["out"]).name)
         return perada.train(*args, **kwargs)
 
-    monkeypatch.setattr("perada.compare.train", counted)
+    monkeypatch.setattr("perada.sweep.compare.train", counted)
     return seen
 
 
@@ -350,7 +350,7 @@ def test_killed_before_its_plan_was_whole_it_starts_anew(
         write_atomic(path, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr("perada.plan.write_atomic", die)
+        patch.setattr("perada.sweep.plan.write_atomic", die)
         with pytest.raises(SystemExit):
             compare(source, methods=METHODS, set=plain(), out="out")
     assert (len(list(Path("out/plan").iterdir())), Path("out/plan.json").exists()) == (2, False)

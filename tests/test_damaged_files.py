@@ -13,7 +13,7 @@ from commands import strict, train
 from small import flags, tree
 
 import perada
-from perada import cli
+from perada.cli import main as cli
 from perada.errors import InputError
 
 SETTINGS = {"method__name": "perada-no-kd", "train__rounds": 2}

@@ -14,9 +14,9 @@ from lanes.problems import noisy
 from small import ONE, adam_by_hand, double, lanes_of, pixel_model, weights_of
 from torch import Tensor
 
-from perada.distill import Distill, Server, chunks_in, chunks_of, distill, kl, teacher_logits
 from perada.lanes import LaneModel, State, adapt, gather, mean
 from perada.models.resnet import resnet
+from perada.server.distill import Distill, Server, chunks_in, chunks_of, distill, kl, teacher_logits
 
 # The teacher and the loss.
 
@@ -222,7 +222,7 @@ def test_teachers_are_asked_only_for_the_chunks_of_their_round(
         asked.append(args[-1])
         return teacher_logits(*args)
 
-    monkeypatch.setattr("perada.distill.teacher_logits", watched)
+    monkeypatch.setattr("perada.server.distill.teacher_logits", watched)
     options, start = Distill(steps=1, guard="none"), mean(teachers)
     first, second, third = (
         distill(model, start, teachers, chunks, options, False, 0, round=r)[0].params for r in range(3)
@@ -325,7 +325,7 @@ def test_a_student_of_no_steps_is_judged_where_students_keep_statistics_of_the_p
     model: LaneModel, teachers: State, chunks: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the plain average: its weights, and the statistics that steps of no length would leave."""
-    monkeypatch.setattr("perada.distill.STATISTICS", 4)
+    monkeypatch.setattr("perada.server.distill.STATISTICS", 4)
     start, given = mean(teachers), {"steps": 6, "candidates": [3, 4], "guard": "clients", "keep_stats": "student"}
     options, tiny = Distill(lr=0.01, **given), Distill(lr=1e-30, **given)  # type: ignore[arg-type]
     found, _ = distill(model, start, teachers, chunks, options, False, 0)

@@ -68,7 +68,7 @@ def test_the_example_method_is_what_it_says(package: Path) -> None:
 import json, torch
 from perada.config import resolve
 from perada.lanes import gather, mean
-from perada.simulate import prepare
+from perada.experiment import prepare
 
 settings = {{**{SMALL!r}, "run.precision": "fp64"}}
 sims = [prepare(resolve("digits", {{**settings, **more}})) for more in (

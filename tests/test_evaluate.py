@@ -12,12 +12,12 @@ from lanes.problems import noisy
 from small import lanes_of, pixel_federation, pixel_model, small
 from torch import Tensor
 
-import perada.evaluate
+import perada.client.scores
+from perada.client.scores import Scores, logits_of, logits_on, own_logits, personal_scores, score
 from perada.data import Client, Federation
 from perada.data.corruptions import corrupt
-from perada.evaluate import Scores, logits_of, logits_on, own_logits, personal_scores, score
+from perada.experiment import Simulation, prepare
 from perada.lanes import State
-from perada.simulate import Simulation, prepare
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_the_size_of_a_chunk_does_not_matter(sim: Simulation, monkeypatch: pytes
     index = np.arange(50, 87)
     whole = logits_on(sim.model, sim.now.kept, sim.federation, index)
     for size in (1, 4, 40):
-        monkeypatch.setitem(perada.evaluate.CHUNK, "cpu", size)
+        monkeypatch.setitem(perada.client.scores.CHUNK, "cpu", size)
         assert_close_norm(logits_on(sim.model, sim.now.kept, sim.federation, index), whole, 1e-12)
 
 
@@ -68,8 +68,8 @@ def test_a_pass_that_is_filled_up_predicts_the_same(
     index, real, seen = np.arange(50, 87), sim.model.on_all, list[int]()
     wanted = logits_on(sim.model, sim.now.kept, sim.federation, index)
     monkeypatch.setattr(sim.model, "on_all", lambda lanes, x: (seen.append(x.shape[0]), real(lanes, x))[1])
-    monkeypatch.setitem(perada.evaluate.WHOLE, "cpu", whole)
-    monkeypatch.setitem(perada.evaluate.CHUNK, "cpu", most)
+    monkeypatch.setitem(perada.client.scores.WHOLE, "cpu", whole)
+    monkeypatch.setitem(perada.client.scores.CHUNK, "cpu", most)
     assert_close_norm(logits_on(sim.model, sim.now.kept, sim.federation, index), wanted, 1e-12)
     assert seen == sizes
 
@@ -109,7 +109,7 @@ def test_macro_auc_by_hand() -> None:
     logits = torch.tensor([[0.8, 0.0], [0.4, 0.0], [0.6, 0.0], [0.1, 0.0]])
     targets = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
     assert score(logits, targets) == pytest.approx(75.0)
-    assert perada.evaluate.label_areas(logits, targets) == [0.75, None]
+    assert perada.client.scores.label_areas(logits, targets) == [0.75, None]
     assert score(logits[:, 1:], targets[:, 1:]) is None
     assert score(logits[:0], targets[:0]) is None
 

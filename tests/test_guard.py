@@ -14,9 +14,9 @@ from small import ONE, adam_by_hand, double, lanes_of, pixel_model, small, weigh
 from torch import Tensor
 
 from perada.data.federation import Federation
-from perada.distill import Distill, Server
+from perada.experiment import Simulation, prepare
 from perada.lanes import State, gather, stack
-from perada.simulate import Simulation, prepare
+from perada.server.distill import Distill, Server
 
 Judge = Callable[[State], Tensor]
 

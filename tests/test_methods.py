@@ -10,16 +10,17 @@ import pytest
 import torch
 from small import small
 
-from perada import cli, load, train
+from perada import load, train
+from perada.cli import main as cli
+from perada.client.trainer import Trainer
 from perada.config import resolve
 from perada.data.batches import steps_of
 from perada.errors import InputError
+from perada.experiment import prepare
 from perada.lanes import Gradient, State, gather
 from perada.methods import REGISTRY, Parts, check_upload, method_sizes
 from perada.methods.perada import PerAda
 from perada.models import group_sizes
-from perada.simulate import prepare
-from perada.trainer import Trainer
 
 
 @pytest.mark.parametrize("name", REGISTRY)

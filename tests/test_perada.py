@@ -13,11 +13,11 @@ import torch
 from helpers import assert_same_tensors
 from small import everything, lanes_of, pixel_federation, pixel_model, pixels, small, weights_of
 
+from perada.client.trainer import Train, Trainer
 from perada.config import Config
+from perada.experiment import Simulation, prepare
 from perada.lanes import State, gather, mean
 from perada.methods.perada import PerAda
-from perada.simulate import Simulation, prepare
-from perada.trainer import Train, Trainer
 
 # Two clients of two samples (x, label); a batch of two is all a client has, so every step is known.
 A, B = [(2.0, 0), (0.4, 1)], [(2.0, 1), (2.0, 1)]

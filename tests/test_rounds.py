@@ -16,15 +16,16 @@ from helpers import assert_close_norm, assert_same_tensors
 from small import after, everything, small
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import perada.trainer
-from perada import rounds, simulate
+import perada.client.trainer
+from perada import experiment as simulate
+from perada.client.trainer import Trainer
 from perada.data.public import Chunks
 from perada.errors import InputError, RunError
+from perada.experiment import lanes_at_once, precision_of, prepare
 from perada.lanes import bytes_per_lane, memory, replay
-from perada.rounds import Saver
-from perada.runs import RunFolder
-from perada.simulate import lanes_at_once, precision_of, prepare
-from perada.trainer import Trainer
+from perada.runs import loop as rounds
+from perada.runs.folder import RunFolder
+from perada.runs.loop import Saver
 
 # Counting.
 
@@ -242,7 +243,7 @@ def test_clients_validate_together_as_one_by_one(monkeypatch: pytest.MonkeyPatch
     trainer = Trainer(sim.model, federation, [0, 1, 3], 0, 0, sim.config.train)
     candidates = sim.model.initial(2).map(lambda t: t * torch.tensor([1.0, 1.1]).to(t).view(2, *[1] * (t.dim() - 1)))
     alone = trainer.validation_losses(candidates)
-    monkeypatch.setattr(perada.trainer, "TOGETHER", ("cpu",))
+    monkeypatch.setattr(perada.client.trainer, "TOGETHER", ("cpu",))
     together = trainer.validation_losses(candidates)
     assert alone[:, 1].isnan().all()
     assert_close_norm(together[:, [0, 2]], alone[:, [0, 2]], 1e-12)
@@ -267,17 +268,17 @@ class Reads(TorchDispatchMode):
 def test_nothing_is_read_before_the_guard_has_all_its_work(stats: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a GPU trains, distils and scores without a pause while all of it is being asked for."""
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
-    monkeypatch.setattr(perada.trainer, "TOGETHER", ("cpu",))
+    monkeypatch.setattr(perada.client.trainer, "TOGETHER", ("cpu",))
     sim = prepare(small(method__name="perada", distill__guard="clients", distill__keep_stats=stats))
     log: list[str] = []
     sim.step()  # what is looked up once
-    real = perada.trainer.logits_on
+    real = perada.client.trainer.logits_on
 
     def scored(*args: Any) -> torch.Tensor:
         log.append("scored")
         return real(*args)
 
-    monkeypatch.setattr(perada.trainer, "logits_on", scored)
+    monkeypatch.setattr(perada.client.trainer, "logits_on", scored)
     for name in ("tolist", "cpu"):  # which a CPU does without an operation
         held = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda t, held=held: (log.append("read"), held(t))[1])

@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from small import adapters, flags, plain, tree
 
 import perada
-from perada import cli, simulate
+from perada import experiment as simulate
+from perada.cli import main as cli
+from perada.experiment import Simulation
 from perada.models.resnet import resnet
-from perada.runs import at_work, locked
-from perada.simulate import Simulation
+from perada.runs.folder import at_work, locked
 
 # What a run folder says.
 
@@ -129,11 +130,11 @@ def test_two_runs_started_together_take_two_names(tmp_path: Path, monkeypatch: p
 
     def prepare(*words: Any, **more: Any) -> Simulation:
         with monkeypatch.context() as patch:
-            patch.setattr("perada.api.prepare", simulate.prepare)
+            patch.setattr("perada.runs.run.prepare", simulate.prepare)
             others.append(perada.train("digits", set=settings).path)
         return simulate.prepare(*words, **more)
 
-    monkeypatch.setattr("perada.api.prepare", prepare)
+    monkeypatch.setattr("perada.runs.run.prepare", prepare)
     assert str(perada.train("digits", set=settings).path) == "runs/digits-perada-no-kd-0-2"
     assert others == [Path("runs/digits-perada-no-kd-0")]
 

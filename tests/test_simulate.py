@@ -15,11 +15,11 @@ from lanes import oracle
 from small import after, everything, small
 from torch import Tensor, nn
 
-import perada.trainer
+import perada.client.trainer
 from perada.data.batches import ClientBatches, sample_stream
+from perada.experiment import Simulation, prepare
 from perada.lanes import Result, State, gather, sgd
 from perada.models import build_backbone
-from perada.simulate import Simulation, prepare
 
 METHODS = ["perada", "perada-no-kd", "standalone", "fedavg"]
 
@@ -99,7 +99,7 @@ def training_losses(method: str, **set: Any) -> Tensor:
         found.append(result.trace)
         return result
 
-    with mock.patch.object(perada.trainer, "sgd", listen):
+    with mock.patch.object(perada.client.trainer, "sgd", listen):
         sim.method.client_update(sim.trainer([0, 3]), sim.now.broadcast, gather(sim.now.kept, [0, 3]))
     longest = max(len(t) for t in found)
     padded = [torch.nn.functional.pad(t, (0, 0, 0, longest - len(t)), value=torch.nan) for t in found]
@@ -253,7 +253,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
             for k, client in enumerate(lane_clients):
                 seen[round, client].append(self.index[self.row[k], : steps[k]])
 
-    monkeypatch.setattr(perada.trainer, "ClientBatches", Recording)
+    monkeypatch.setattr(perada.client.trainer, "ClientBatches", Recording)
     return seen
 
 

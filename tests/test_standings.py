@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from perada import standings as st
 from perada.methods import REGISTRY
+from perada.sweep import standings as st
 
 SIZES = {"standalone": (78_042, 0), "ditto": (156_084, 78_042), "perada": (24_660, 12_330), "fedavg": (78_042, 78_042)}
 

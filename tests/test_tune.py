@@ -22,13 +22,13 @@ import torch
 from small import SMALL, tree
 
 import perada
-from perada import cli
+from perada.cli import main as cli
+from perada.cli.watch import Watch
 from perada.config import parse_grid, resolve
 from perada.data import Federation, build_federation
 from perada.errors import InputError
-from perada.simulate import Simulation
-from perada.tune import Search, tune
-from perada.watch import Watch
+from perada.experiment import Simulation
+from perada.sweep.tune import Search, tune
 
 # As in small.py, without the settings that are searched; validation data for scores that differ.
 TINY: dict[str, Any] = {k: v for k, v in SMALL.items() if k not in ("train.lr", "distill.lr")}
@@ -128,7 +128,7 @@ def test_poisoned_test_labels_change_nothing_and_poisoned_validation_labels_do(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for part in ("test", "val"):
-        monkeypatch.setattr("perada.plan.build_federation", changed(part))
+        monkeypatch.setattr("perada.sweep.plan.build_federation", changed(part))
         assert cli.main(words(tmp_path / part)) == 0
     assert tree(tmp_path / "test") == tree(whole)
     pairs = zip(results(tmp_path / "val"), results(whole), strict=True)
@@ -162,7 +162,7 @@ def test_test_data_are_never_touched(tmp_path: Path, monkeypatch: pytest.MonkeyP
         found = build_federation(*args)
         return replace(found, clients=tuple(replace(c, test=Untouchable()) for c in found.clients))
 
-    monkeypatch.setattr("perada.plan.build_federation", build)
+    monkeypatch.setattr("perada.sweep.plan.build_federation", build)
     given = {**TINY, **LAM, "train.rounds": 2, "run.shifts": True, "run.eval_every": 1}
     grid = {"train.lr": [0.05], "distill.lr": [1e-3], "method.alpha": [0.5]}
     found = tune("digits", methods="perada,apfl", set=given, grid=grid, out=tmp_path / "out")
@@ -277,7 +277,7 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_written(
 ) -> None:
     given, says = CASES[name]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("perada.tune._train", lambda *args: pytest.fail("something was trained"))
+    monkeypatch.setattr("perada.sweep.tune._train", lambda *args: pytest.fail("something was trained"))
     shutil.copytree(whole, "whole")
     for file, text in FILES.items():
         Path(file).parent.mkdir(exist_ok=True)
@@ -378,8 +378,8 @@ def test_every_method_is_searched_and_written_with_its_own_settings(
 ) -> None:
     file, seen = tmp_path / "mine.toml", []
     file.write_text('preset = "digits"\n' + text)
-    monkeypatch.setattr("perada.tune._train", lambda path, search, config, *rest: seen.append(config) or 1.0)
-    monkeypatch.setattr("perada.tune.shutil.rmtree", lambda path: None)
+    monkeypatch.setattr("perada.sweep.tune._train", lambda path, search, config, *rest: seen.append(config) or 1.0)
+    monkeypatch.setattr("perada.sweep.tune.shutil.rmtree", lambda path: None)
     tune(str(file), methods=methods, set={**TINY, **set}, grid={"train.lr": [0.05]}, out=tmp_path / "out")
     written = resolve(str(tmp_path / "out" / "tuned.toml"), {"method.name": methods.split(",")[-1]})
     section, _, name = key.partition(".")  # of the last method

@@ -34,11 +34,11 @@ COLUMNS = {"local": "Local-test", "global": "Global-test", "shifted": "shifted",
 
 def one(job: tuple[str, int, dict[str, Any], str]) -> dict[str, Any]:
     """Train one row with one seed in this process, on one thread."""
+    from perada.client.scores import scores_on
     from perada.config import resolve
     from perada.data import named_sets
-    from perada.evaluate import scores_on
+    from perada.experiment import prepare
     from perada.machine import keep_memory
-    from perada.simulate import prepare
 
     row, seed, settings, device = job
     keep_memory()

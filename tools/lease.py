@@ -196,7 +196,7 @@ def start(home: Path, seconds: float, queue: list[str], command: str) -> int:
 
 def check(queue: list[str]) -> None:
     """Names that are none would be found out on the machine that is paid for."""
-    from perada.reproduce import experiments  # here: the other verbs need not wait for torch
+    from experiments import experiments  # here: the other verbs need not wait for torch
 
     known = experiments()
     for item in map(Item.parse, queue):
@@ -240,7 +240,7 @@ def main() -> int:
     verbs.add_parser("take").add_argument("folder", type=Path)
     begin = verbs.add_parser("start")
     begin.add_argument("--seconds", type=float, required=True)
-    begin.add_argument("--command", default=f"{sys.executable} -m perada", help="what `reproduce` is called with")
+    begin.add_argument("--command", default=f"{sys.executable} -m experiments", help="what runs an experiment")
     begin.add_argument("queue", nargs="+")
     wait = verbs.add_parser("poll")
     wait.add_argument("seconds", type=float)

@@ -2,7 +2,7 @@
 
     python tools/lease_queue.py HOME SECONDS COMMAND ITEM ...
 
-An item is EXPERIMENT:RUN,RUN,...=SECONDS, for example main:ditto-0,ditto-1=620: runs that `perada reproduce` trains
+An item is EXPERIMENT:RUN,RUN,...=SECONDS, for example main:ditto-0,ditto-1=620: runs trained
 together, and how long they take alone; it is begun only if that much is left. The first one in the queue that is not
 done has the right of way. Where processes may share the GPU (NVIDIA's MPS), the next one runs beside it, since one
 process leaves gaps that another fills, and is stopped (SIGSTOP) when the first could not be finished otherwise: its
@@ -113,7 +113,7 @@ class Queue:
         item.began, item.wall = self.now(), time.time()
         with (self.home / "log" / f"{item.name}.txt").open("a") as output:
             item.process = subprocess.Popen(
-                [*self.command, "reproduce", item.experiment, *more],
+                [*self.command, item.experiment, *more],
                 env={**self.env, **own},
                 cwd=self.home / "tree",
                 stdin=subprocess.DEVNULL,

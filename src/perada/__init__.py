@@ -12,10 +12,17 @@ __version__ = "0.1.0"
 __all__ = ["LaneModel", "Run", "State", "__version__", "adapt", "load", "train"]
 
 if TYPE_CHECKING:
-    from .api import Run, load, train
     from .lanes import LaneModel, State, adapt
+    from .runs.run import Run, load, train
 else:
-    _HOMES = {"Run": "api", "load": "api", "train": "api", "LaneModel": "lanes", "State": "lanes", "adapt": "lanes"}
+    _HOMES = {
+        "Run": "runs.run",
+        "load": "runs.run",
+        "train": "runs.run",
+        "LaneModel": "lanes",
+        "State": "lanes",
+        "adapt": "lanes",
+    }
 
     def __getattr__(name):
         """When first asked for: torch takes two seconds to import."""

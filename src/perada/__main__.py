@@ -5,7 +5,7 @@ import sys
 
 def script() -> None:
     try:  # this takes two seconds, and people press Ctrl-C in them
-        from .cli import script as run
+        from .cli.main import script as run
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from .client.trainer import Train
 from .data import PUBLIC, DataOptions
-from .distill import Distill
 from .errors import InputError, unknown
 from .methods import REGISTRY, Method, hyperparameters, make_method
 from .models import BACKBONES, WEIGHTS
-from .trainer import Train
+from .server.distill import Distill
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class ModelOptions:
     weights: str = "random"  # a .safetensors or .pth file, embedded, torchvision, fedavg or random
     adapter: Literal["residual"] = "residual"
     dropout: float = 0.3
+    adapter_std: float = 1e-4  # standard deviation of a new adapter's weights
     pretrain_rounds: int = 20  # of FedAvg, where weights = "fedavg",
     pretrain_lr: float = 0.01  # with this learning rate, whatever the method's own is
 
@@ -41,6 +42,8 @@ class ModelOptions:
             raise unknown("backbone", self.backbone, BACKBONES)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
+        if not self.adapter_std >= 0:
+            raise ValueError(f"adapter_std must not be negative, not {self.adapter_std}")
         if not self.pretrain_lr > 0:
             raise ValueError(f"pretrain_lr must be above 0, not {self.pretrain_lr}")
         if self.pretrain_rounds < 1:

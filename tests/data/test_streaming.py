@@ -16,13 +16,14 @@ from PIL import Image
 from small import everything, flags, small
 from torch import Tensor
 
-from perada import cli, data
+from perada import data
+from perada.cli import main as cli
 from perada.data import DataOptions, Federation, Source, build_federation
 from perada.data.augment import AUGMENT
 from perada.data.batches import ClientBatches
 from perada.data.digits import digits
 from perada.errors import InputError
-from perada.simulate import Simulation, prepare
+from perada.experiment import Simulation, prepare
 
 CPU = torch.device("cpu")
 

@@ -14,12 +14,12 @@ from sklearn.metrics import roc_auc_score
 from small import SMALL, lanes_of, pixel_model, pixels
 
 import perada
-from perada import cli
+from perada.cli import main as cli
+from perada.client.scores import scores_on
 from perada.data import Client, Federation, named_sets, testsets
 from perada.data.corruptions import CORRUPTIONS, corrupt
 from perada.data.images import cache_folder
 from perada.errors import InputError
-from perada.evaluate import scores_on
 from perada.lanes import State
 
 NONE = np.zeros(0, np.int64)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from small import flags
 
-from perada import cli
+from perada.cli import main as cli
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from small import flags, tree
 
-from perada import cli
+from perada.cli import main as cli
 from perada.models.resnet import resnet
 
 SMALL_RUN = flags(method__name="perada-no-kd", train__rounds=1)

@@ -18,7 +18,8 @@ from small import adapters, flags
 from typer.main import get_command
 
 import perada
-from perada import __main__, cli
+from perada import __main__
+from perada.cli import main as cli
 from perada.methods import REGISTRY
 
 COMMANDS = ["train", "evaluate", "predict", "export", "report", "partition", "params", "methods", "presets"]
@@ -287,10 +288,10 @@ def test_an_interrupt_while_python_still_imports_is_one_line(
     class Interrupted:
         @staticmethod
         def find_spec(name: str, *rest: Any) -> None:
-            if name == "perada.cli":
+            if name == "perada.cli.main":
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "perada.cli")
+    monkeypatch.delitem(sys.modules, "perada.cli.main")
     monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
     with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:  # the latter would end all tests
         __main__.script()

@@ -24,13 +24,13 @@ from PIL import Image
 from small import tree
 
 import perada
-from perada import cli
+from perada.cli import main as cli
 from perada.config import resolve
 from perada.data import download
 from perada.data.chexpert import DISEASES
 from perada.data.cifar import CIFAR10_CLASSES
 from perada.data.download import Entry, Remote
-from perada.simulate import prepare
+from perada.experiment import prepare
 
 from .test_own_data import refused
 

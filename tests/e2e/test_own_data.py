@@ -20,9 +20,9 @@ from own_images import TINY, picture, refused, table, words
 from safetensors.torch import load_file
 
 import perada
-from perada import cli
+from perada.cli import main as cli
 from perada.errors import Interrupted
-from perada.rounds import Progress
+from perada.runs.loop import Progress
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "three_sites.py"
 # Three sites × four classes × 30 PNGs: two commands.

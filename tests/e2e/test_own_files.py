@@ -15,7 +15,7 @@ from PIL import Image
 from small import tree
 
 import perada
-from perada import cli
+from perada.cli import main as cli
 
 # Tables.
 

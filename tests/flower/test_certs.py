@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.cli.supernode.register import try_load_public_key
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-from perada import cli
+from perada.cli import main as cli
 from perada.errors import InputError
 from perada.flower import certs
 from perada.flower.address import Address, NoAnswer, probe

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from flower.test_faults import events, without_clock
 from flower.test_parity import assert_same, simulated
 from flower.wire import SITES, MemoryGrid, World, make_world, run, write_server
-from perada import cli
+from perada.cli import main as cli
 from perada.flower import app
 from perada.flower.settings import ServerSettings
 from perada.models.resnet import resnet

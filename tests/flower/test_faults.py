@@ -19,7 +19,7 @@ from perada.errors import InputError, RunError
 from perada.flower import link, server
 from perada.flower.app import serve
 from perada.flower.messages import flat
-from perada.runs import RunFolder
+from perada.runs.folder import RunFolder
 
 EVERYBODY = {"train__cohort": 0, "train__rounds": 3}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from perada import cli
+from perada.cli import main as cli
 from perada.errors import InputError
 from perada.flower.address import Address, check_plain, free_port
 from perada.flower.processes import environment, marked

@@ -9,11 +9,11 @@ import pytest
 from helpers import assert_same_tensors
 
 from flower.wire import SITES, World, make_world, run
+from perada.experiment import Simulation, prepare
 from perada.flower.messages import flat
 from perada.lanes import State
 from perada.methods import REGISTRY
-from perada.runs import RunFolder
-from perada.simulate import Simulation, prepare
+from perada.runs.folder import RunFolder
 
 
 def simulated(world: World) -> Simulation:

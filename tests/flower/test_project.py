@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from flwr.cli.build import build_fab_from_disk
 
-from perada import cli
+from perada.cli import main as cli
 from perada.flower.project import Project
 from perada.flower.settings import SiteSettings
 from perada.flower.wrapped import is_ours

@@ -17,15 +17,15 @@ from small import adapters, damage
 from flower.test_faults import without_clock
 from flower.test_parity import assert_same, simulated
 from flower.wire import SITES, MemoryGrid, World, make_world
+from perada.client.trainer import Trainer
 from perada.errors import InputError, RunError
+from perada.experiment import prepare
 from perada.flower import app
 from perada.flower.messages import flat
 from perada.flower.records import Diary
 from perada.methods.fedavg_ft import FedAvgFT
 from perada.methods.perada import PerAda
-from perada.runs import RunFolder
-from perada.simulate import prepare
-from perada.trainer import Trainer
+from perada.runs.folder import RunFolder
 
 
 class Killed(BaseException):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from perada import cli, runs
+from perada.cli import main as cli
 from perada.errors import InputError, RunError
 from perada.flower import certs, commands, control, launch
 from perada.flower.address import free_port
@@ -20,7 +20,8 @@ from perada.flower.control import Control
 from perada.flower.launch import Door
 from perada.flower.project import Project
 from perada.flower.settings import ServerSettings
-from perada.runs import locked
+from perada.runs import folder as runs
+from perada.runs.folder import locked
 
 # Which keys are let in.
 

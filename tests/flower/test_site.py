@@ -20,10 +20,10 @@ from small import damage, tree
 
 from flower.test_faults import events, without_clock
 from flower.wire import SITES, MemoryGrid, make_world, run, write_server
-from perada import cli
+from perada.cli import main as cli
+from perada.client.scores import personal_scores
 from perada.data import read_image
 from perada.errors import InputError
-from perada.evaluate import personal_scores
 from perada.flower import app, commands
 from perada.flower.export import export, personal, predict
 from perada.flower.messages import Refused, flat

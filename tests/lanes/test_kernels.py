@@ -17,12 +17,12 @@ from torch.func import functional_call
 from perada.data import federation
 from perada.data.augment import AUGMENT
 from perada.data.federation import Client, Federation
-from perada.distill import kl
 from perada.lanes import State, Stem, conv, fold, layers
 from perada.lanes.conv import lane_conv2d
 from perada.lanes.layers import LaneBatchNorm, ResidualAdapter
 from perada.lanes.random import keep_mask
 from perada.lanes.state import flattened
+from perada.server.distill import kl
 
 if sys.platform != "linux":
     pytest.skip("Triton is a Linux package", allow_module_level=True)

@@ -11,15 +11,15 @@ import pytest
 from helpers import assert_close_norm, assert_same_tensors
 from small import everything, small
 
-import perada.tune
-from perada import simulate
-from perada.compare import Comparison, compare, share_runs
+import perada.sweep.tune
+from perada import experiment as simulate
 from perada.data import Federation
 from perada.errors import Interrupted
+from perada.experiment import Simulation, prepare
 from perada.lanes import Pool, bytes_per_lane, pool, replay, train
-from perada.simulate import Simulation, prepare
-from perada.tune import tune
-from perada.workers import share_lanes
+from perada.sweep.compare import Comparison, compare, share_runs
+from perada.sweep.tune import tune
+from perada.sweep.workers import share_lanes
 
 Runs = dict[str, dict[str, Any]]
 
@@ -210,12 +210,12 @@ def test_points_of_a_search_in_one_pool(tmp_path: Path, monkeypatch: pytest.Monk
     settings = {"train.rounds": 2, "train.epochs": 1, "run.precision": "fp64", "data.clients": 4, "train.cohort": 2}
     grid = {"train.lr": (0.01, 0.05), "method.lam": (0.1, 1.0)}
     alone = tune("digits", methods="perada-no-kd", set=settings, grid=grid, out=tmp_path / "alone")
-    monkeypatch.setattr(perada.tune, "jobs_for", lambda runs, device: 3)
+    monkeypatch.setattr(perada.sweep.tune, "jobs_for", lambda runs, device: 3)
     seen: list[int] = []
     monkeypatch.setattr(
-        perada.tune, "share_lanes", lambda names, *rest: seen.append(len(names)) or share_lanes(names, *rest)
+        perada.sweep.tune, "share_lanes", lambda names, *rest: seen.append(len(names)) or share_lanes(names, *rest)
     )
-    monkeypatch.setattr(perada.tune, "shares", lambda device: True)
+    monkeypatch.setattr(perada.sweep.tune, "shares", lambda device: True)
     shared = tune("digits", methods="perada-no-kd", set=settings, grid=grid, out=tmp_path / "shared")
     assert seen == [4]
     assert not list((tmp_path / "shared").glob("current*"))

@@ -11,9 +11,9 @@ from helpers import assert_close_norm, assert_same_tensors
 from small import everything, small
 
 from perada.data.public import Chunks
+from perada.experiment import Simulation, prepare
 from perada.lanes import Batch, Pull, Result, conv, fast, fold, key_of, mean, replay, sgd
 from perada.lanes.state import State, flattened
-from perada.simulate import Simulation, prepare
 
 from .problems import K, Problem, cross_entropy, problem
 

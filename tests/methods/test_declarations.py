@@ -20,17 +20,17 @@ from torch import Tensor
 
 import perada
 import perada.methods
-from perada import cli
+from perada.cli import main as cli
+from perada.client.scores import logits_on
+from perada.client.trainer import Train, Trainer
 from perada.data import Client, Federation
 from perada.errors import InputError
-from perada.evaluate import logits_on
+from perada.experiment import Simulation, prepare
 from perada.lanes import State, gather
 from perada.methods import REGISTRY, method_sizes
 from perada.methods.fedavg_ft import FedAvgFT
 from perada.models import lane_model
 from perada.models.resnet import ResNet, resnet
-from perada.simulate import Simulation, prepare
-from perada.trainer import Train, Trainer
 
 from .tiny import simulation
 
@@ -288,7 +288,9 @@ def test_a_bad_setting_is_one_line_and_no_folder(
 SHORT = {**SMALL, "data.server_val": 0.955, "data.val": 0.02, "data.test": 0.02, "run.device": "cpu"}
 
 
-def train(out: Path, method: str = "fedavg-ft", resume: bool = False, rounds: int = 2, **more: Any) -> perada.api.Run:
+def train(
+    out: Path, method: str = "fedavg-ft", resume: bool = False, rounds: int = 2, **more: Any
+) -> perada.runs.run.Run:
     return perada.train("digits", method=method, set={**SHORT, "train.rounds": rounds}, out=out, resume=resume, **more)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import perada
 from perada.data.batches import ClientBatches, steps_of
+from perada.experiment import Simulation, prepare
 from perada.lanes import State, gather, part
 from perada.methods import REGISTRY, Method
 from perada.methods.apfl import APFL
@@ -34,7 +35,6 @@ from perada.methods.mtl import MTL
 from perada.methods.pfedme import PFedMe
 from perada.methods.standalone import Standalone
 from perada.models.resnet import resnet
-from perada.simulate import Simulation, prepare
 
 ROUNDS = 3
 # Four clients of different sizes, two a round, two epochs: several steps, and clients that return or stay away.
@@ -96,7 +96,7 @@ def recorded(sim: Simulation) -> Log:
     """Rounds as the simulator runs them; the uploads are picked up where it checks them."""
     log = Log(sim, [], [], [], [])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("perada.simulate.check_upload", lambda method, model, upload: log.uploads.append(upload))
+        patch.setattr("perada.experiment.check_upload", lambda method, model, upload: log.uploads.append(upload))
         for _ in range(ROUNDS):
             log.cohorts.append(sim.cohort(sim.now.round))
             sim.step()
@@ -324,7 +324,7 @@ def quadratic(logits: Tensor, targets: Tensor) -> Tensor:
 
 def quadratics(monkeypatch: pytest.MonkeyPatch, method: Method, *clients: tuple[int, int], **set: Any) -> Simulation:
     """Clients (x, y), each with that sample twice, at w = 1."""
-    monkeypatch.setattr("perada.trainer.sample_loss", quadratic)
+    monkeypatch.setattr("perada.client.trainer.sample_loss", quadratic)
     pixels = pixel_federation(*[[(85 * x, y)] * 2 for x, y in clients])
     settings = {"train__epochs": 2, "train__batch": 2, "train__lr": 0.1, "train__cohort": 0, "method__name": "fedavg"}
     config = small(run__precision="fp64", **{**settings, **set})

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from perada.experiment import Simulation
 from perada.methods import REGISTRY
-from perada.simulate import Simulation
 
 from . import reference as ref
 from .reference import Held, Reference, World

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from helpers import assert_close_norm
 from torch import Tensor
 
+from perada.client.trainer import Trainer
 from perada.data.batches import sample_stream
+from perada.experiment import Simulation
 from perada.lanes import State, gather
 from perada.methods import REGISTRY
-from perada.simulate import Simulation
-from perada.trainer import Trainer
 
 from .tiny import SIZES, prepared, simulation
 

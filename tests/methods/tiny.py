@@ -13,10 +13,10 @@ from small import small
 from torch import Tensor
 
 from perada.data import Client, Federation
+from perada.experiment import Simulation
 from perada.lanes import State
 from perada.models import lane_model
 from perada.models.resnet import ResNet
-from perada.simulate import Simulation
 
 from .reference import Held, Values, World
 

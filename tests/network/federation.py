@@ -17,13 +17,13 @@ from unittest.mock import patch
 
 from flower.wire import SITES, World, make_world, write_server
 
-from perada import cli
+from perada.cli import main as cli
 from perada.flower import certs
 from perada.flower.address import Address, NoAnswer, free_port, probe
 from perada.flower.processes import descendants
 from perada.flower.project import _app
 from perada.flower.wrapped import die_with_parent
-from perada.runs import write_atomic
+from perada.runs.folder import write_atomic
 
 PERADA = [sys.executable, "-m", "perada"]
 HOOKS = Path(__file__).parent / "hooks"

@@ -19,7 +19,7 @@ from flower.test_parity import assert_same, simulated
 from helpers import assert_same_tensors
 
 from network.federation import PERADA, SITES, Net, rows, until
-from perada import cli
+from perada.cli import main as cli
 from perada.flower import certs
 from perada.flower.messages import flat
 from perada.flower.processes import environment

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from .. import tables
-from ..console import AsJson, err, out, print_json, tell
+from ..cli import tables
+from ..cli.console import AsJson, err, out, print_json, tell
 from . import data_home, download
 
 app = typer.Typer(no_args_is_help=True, help="Fetch the data sets of the paper.")

@@ -19,7 +19,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from ..errors import InputError, RunError
-from ..runs import locked
+from ..runs.folder import locked
 from .bundle import bundle, unbundle
 from .client import Site, handle
 from .link import Link, Owners, limit_tries

@@ -17,17 +17,17 @@ import torch
 from flwr.app import RecordDict
 from safetensors.torch import save
 
+from ..client.scores import personal_scores
+from ..client.trainer import Trainer
 from ..config import Config
 from ..data import Federation
 from ..errors import InputError
-from ..evaluate import personal_scores
+from ..experiment import DTYPES, arithmetic, model_of
 from ..lanes import LaneModel, State
 from ..methods import Finisher, Judge, Method, check_upload
 from ..models import build_backbone
 from ..models.resnet import ResNet
-from ..runs import device_of
-from ..simulate import DTYPES, arithmetic, model_of
-from ..trainer import Trainer
+from ..runs.folder import device_of
 from .holdings import public_test, site_federation
 from .messages import About, Refused, Reply, answer, digest, read_about, unpack
 from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id

@@ -12,9 +12,9 @@ from typing import Any
 
 from safetensors.torch import save
 
+from ..cli.watch import caption
 from ..errors import InputError, RunError, unknown
-from ..runs import RunFolder, at_work, write_atomic
-from ..watch import caption
+from ..runs.folder import RunFolder, at_work, write_atomic
 from .control import Control
 from .project import Project
 

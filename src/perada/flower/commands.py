@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .. import tables
-from ..api import load
+from ..cli import tables
+from ..cli.console import INTERRUPTED, SAID
 from ..config import parse_setting
-from ..console import INTERRUPTED, SAID
 from ..errors import InputError
+from ..runs.run import load
 from . import certs as keys
 from . import collect as shelf
 from .address import PORT, Address

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config import toml_value
 from ..errors import InputError, RunError
-from ..runs import write_atomic
+from ..runs.folder import write_atomic
 from .address import Address, NoAnswer, probe
 from .processes import environment, program
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ..errors import InputError, unknown
-from ..export import about, check_out, weights_of, write_program, write_weights
 from ..lanes import State
-from ..predict import predictions
+from ..predict.export import about, check_out, weights_of, write_program, write_weights
+from ..predict.pictures import predictions
 from .client import NeedsWeights, Site, Work
 from .holdings import empty_federation
 from .messages import Refused

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..config import toml_value
 from ..errors import InputError, RunError
-from ..runs import locked, write_atomic
+from ..runs.folder import locked, write_atomic
 from . import certs, wrapped
 from .address import Address, NoAnswer, check_free, check_plain, free_port, probe
 from .control import Control

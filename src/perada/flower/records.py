@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import resolve
 from ..errors import InputError
-from ..runs import Checkpoint, RunFolder, write_atomic
+from ..runs.folder import Checkpoint, RunFolder, write_atomic
 from .settings import ServerSettings, checked_name
 
 KEYS = ("federation", "run", "rounds", "sites", "data", "start", "start_round")  # of flower.json, beside what changes

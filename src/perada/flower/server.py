@@ -18,16 +18,16 @@ import torch
 from flwr.app import RecordDict
 from torch import Tensor
 
-from ..api import Run, summary_of
-from ..distill import Server
+from ..client.scores import Scores, logits_on, score
 from ..errors import InputError, RunError
-from ..evaluate import Scores, logits_on, score
+from ..experiment import DTYPES, arithmetic, cohort_of, model_of, public_chunks
 from ..lanes import State, stack
 from ..methods import Finisher, Judge
 from ..models import build_backbone
 from ..report import write_report
-from ..runs import Checkpoint, RunFolder, device_of
-from ..simulate import DTYPES, arithmetic, cohort_of, model_of, public_chunks
+from ..runs.folder import Checkpoint, RunFolder, device_of
+from ..runs.run import Run, summary_of
+from ..server.distill import Server
 from .belief import Clock, Gathered, Number, guard_losses, mean_loss, sample_count, why_not
 from .client import backbone_state, shapes_of, weights_digest
 from .holdings import empty_federation, public_test

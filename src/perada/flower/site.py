@@ -27,7 +27,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..lanes import State
-from ..runs import load_state, save_state, sync_folder, write_atomic
+from ..runs.folder import load_state, save_state, sync_folder, write_atomic
 from .messages import Refused
 
 try:

@@ -25,6 +25,7 @@ def adapt(
     adapter: str | None = "residual",
     trained: str | Iterable[str] = "adapter",
     dropout: float = 0.3,
+    std: float = 1e-4,
     where: str | None = None,
     groups: Groups | None = None,
     head: str | None = None,
@@ -35,6 +36,7 @@ def adapt(
     adapter: "residual" puts `x + Conv1x1(Dropout(BN(x)))` behind every 3×3 convolution inside a block;
         None inserts nothing.
     trained: a parameter group ("adapter", "full", "output", ...) or parameter names.
+    std: standard deviation of the adapters' first weights.
     where: a regular expression for the convolutions that get an adapter, instead of that rule.
     groups: computes the parameter groups; the default knows adapter, adapter_modules, batch_norm, output,
         feature_extractor, full and everything, and of a ResNet in torchvision's layout also input.
@@ -44,7 +46,7 @@ def adapt(
     head = head or _last_linear(module)
     inert: frozenset[str] = frozenset()
     if adapter == "residual":
-        inert = _insert(module, dropout, where, seed)
+        inert = _insert(module, dropout, std, where, seed)
     elif adapter is not None:
         raise ValueError(f"unknown adapter {adapter!r}: known are 'residual' and None")
     declared = groups(module) if groups else default_groups(module, head)
@@ -73,7 +75,7 @@ def _parent(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), last
 
 
-def _insert(module: nn.Module, dropout: float, where: str | None, seed: int) -> frozenset[str]:
+def _insert(module: nn.Module, dropout: float, std: float, where: str | None, seed: int) -> frozenset[str]:
     """Adapters behind the chosen convolutions; returns the names of the adapters' inert parameters."""
     convs = [
         (name, layer)
@@ -89,7 +91,7 @@ def _insert(module: nn.Module, dropout: float, where: str | None, seed: int) -> 
         added = ResidualAdapter(layer.out_channels, dropout, f"{name}.adapter").to(layer.weight)
         draw = torch.Generator().manual_seed(key_of(seed, name, "adapter") & (2**63 - 1))
         with torch.no_grad():
-            added.conv.weight.copy_(torch.randn(added.conv.weight.shape, generator=draw) * 1e-4)
+            added.conv.weight.copy_(torch.randn(added.conv.weight.shape, generator=draw) * std)
         parent, last = _parent(module, name)
         after = _norm_after(parent, layer)
         if after is not None:  # the adapter sees what this norm saw in pretraining: start from its statistics

@@ -20,9 +20,9 @@ from typing import ClassVar
 
 import torch
 
-from ..distill import Server
+from ..client.trainer import Trainer
 from ..lanes import Gradient, LaneModel, State, join, mean, mix, part, repeat, scale
-from ..trainer import Trainer
+from ..server.distill import Server
 from .contract import Parts
 
 

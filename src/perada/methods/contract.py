@@ -8,9 +8,9 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ..distill import Server
+from ..client.trainer import Trainer
 from ..lanes import NOTHING, Group, LaneModel, State
-from ..trainer import Trainer
+from ..server.distill import Server
 
 
 @dataclass(frozen=True)

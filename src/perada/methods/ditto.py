@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..distill import Server
+from ..client.trainer import Trainer
 from ..lanes import LaneModel, State, mean, repeat, split, stack
-from ..trainer import Trainer
+from ..server.distill import Server
 from .contract import Parts, not_negative
 
 

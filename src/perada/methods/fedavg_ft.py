@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..distill import Server
+from ..client.trainer import Trainer
 from ..lanes import LaneModel, State, mean, repeat
-from ..trainer import Trainer
+from ..server.distill import Server
 from .contract import Parts, not_negative
 
 

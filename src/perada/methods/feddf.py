@@ -17,9 +17,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..distill import Server
+from ..client.trainer import Trainer
 from ..lanes import LaneModel, State, mean, repeat
-from ..trainer import Trainer
+from ..server.distill import Server
 from .contract import Parts
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..distill import Server
+from ..client.trainer import Trainer
 from ..lanes import NOTHING, LaneModel, State, divide, mean, merge, repeat
-from ..trainer import Trainer
+from ..server.distill import Server
 from .contract import Parts
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..distill import Server
+from ..client.trainer import Trainer
 from ..lanes import LaneModel, State, mean, repeat, split, stack
-from ..trainer import Trainer
+from ..server.distill import Server
 from .contract import Parts, not_negative
 
 

@@ -37,9 +37,11 @@ def build_backbone(name: str, classes: int, weights: str, seed: int) -> tuple[Re
     return net, load_into(net, read_weights(weights, name), weights)
 
 
-def lane_model(net: ResNet, trained: str, adapter: str | None, dropout: float, seed: int) -> LaneModel:
+def lane_model(
+    net: ResNet, trained: str, adapter: str | None, dropout: float, seed: int, std: float = 1e-4
+) -> LaneModel:
     """`net` with its lanes: with adapters (PerAda), or as it is (None: full-model methods)."""
-    return adapt(net, adapter=adapter, trained=trained, dropout=dropout, seed=seed)
+    return adapt(net, adapter=adapter, trained=trained, dropout=dropout, std=std, seed=seed)
 
 
 @dataclass(frozen=True)

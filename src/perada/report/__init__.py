@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
-from ..runs import write_atomic
+from ..runs.folder import write_atomic
 from .facts import gather_facts, holdings_of
 from .page import page, partition_page
 
 if TYPE_CHECKING:
-    from ..api import Run
     from ..data import Federation
+    from ..runs.run import Run
 
 __all__ = ["write_partition", "write_report"]
 

@@ -13,9 +13,9 @@ from ..methods import method_sizes
 from ..models import count_groups
 
 if TYPE_CHECKING:
-    from ..api import Run
     from ..config import Config
     from ..data import Federation
+    from ..runs.run import Run
 
 SCORES = {
     "local_test": ("Local-test", "each client's personal model on that client's own test images"),

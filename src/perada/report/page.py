@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..standings import places
-from ..tables import millions, unlikeness
+from ..cli.tables import millions, unlikeness
+from ..sweep.standings import places
 from .facts import SCORES, SERVER, Facts, Holdings, finite, of
 from .figures import Series, bars, bubbles, curves, dots
 from .markup import common, figure, key, score, section, table

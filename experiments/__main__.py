@@ -1,0 +1,21 @@
+"""`python -m experiments`: the paper's experiments, run by run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from perada.cli.main import main as run_app
+from perada.machine import keep_memory
+
+from .commands import app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; exit codes as `perada` has them."""
+    return run_app(arguments, app)
+
+
+if __name__ == "__main__":
+    keep_memory()
+    sys.exit(main())

@@ -1,0 +1,381 @@
+"""Going through an experiment: run by run, in slices of time, on whichever machine has its folder."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from perada.config import Config, resolve
+from perada.data import VALIDATION, Federation
+from perada.errors import InputError, Interrupted, RunError, unknown
+from perada.experiment import Say, check
+from perada.lanes import Pool
+from perada.runs.folder import RunFolder, locked, write_atomic
+from perada.runs.loop import Progress
+from perada.runs.names import resumable
+from perada.runs.run import load, train
+from perada.sweep.plan import check_all, keep_backbone, once, shared_backbone, validated
+from perada.sweep.workers import jobs_for, share_lanes, shares
+
+from . import results
+from .plans import Experiment, Trial
+from .results import Result
+from .study import settings_of, validation_of
+
+OnRound = Callable[[Progress], None]
+OnRun = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an experiment finds and leaves things; none of it is part of what a result stands for."""
+
+    out: Path  # run folders: OUT/EXPERIMENT/RUN
+    results: Path  # small files: RESULTS/EXPERIMENT/RUN.json
+    data: str | None = None  # a folder with the data sets, or the file itself
+    weights: str | None = None
+    device: str | None = None
+
+    def here(self, experiment: Experiment, trial: Trial) -> dict[str, Any]:
+        """Settings of this machine. A run's own public images are a file beside the data."""
+        found: dict[str, Any] = {} if self.device is None else {"run.device": self.device}
+        if self.data is not None:
+            file = Path(self.data) / experiment.file
+            found["data.root"] = str(file if experiment.file and file.is_file() else self.data)
+            if trial.settings.get("distill.data", VALIDATION) != VALIDATION:
+                found["distill.data"] = str((Path(self.data) / trial.settings["distill.data"]).absolute())
+        return found
+
+    def start(self, experiment: Experiment, trial: Trial) -> dict[str, Any]:
+        """The weights that a new run starts from, unless it says so itself."""
+        if not experiment.needs_weights or "model.weights" in trial.settings or self.weights is None:
+            return {}
+        return {"model.weights": self.weights}
+
+
+class Clock:
+    """When to stop, so that what was done is saved before the time is over.
+
+    A round takes about as long as the ones before it, and a checkpoint has to be written after it; where a run ends
+    with corrupted test images, that needs `finishing` seconds in one piece, or half of the whole time if that is less,
+    until it was seen how long it takes: runs that were trained together end one after another.
+    A run that is stopped stops no other: those beside it have rounds that fit still. But none is begun any more.
+    """
+
+    def __init__(
+        self,
+        minutes: float | None,
+        reserve: float = 15.0,
+        finishing: float = 90.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.now, self.stopped = now, False
+        whole = None if minutes is None else minutes * 60
+        self.end = None if whole is None else now() + whole
+        self.reserve = reserve if whole is None else min(reserve, whole / 4)
+        self.finishing = finishing if whole is None else min(finishing, whole / 2)
+        self.longest = 0.0
+
+    def finished(self, seconds: float) -> None:
+        """So long did the end of a run take."""
+        self.longest = max(self.longest, seconds)
+        self.finishing = max(10.0, 1.5 * self.longest)
+
+    def over(self, needed: float) -> bool:
+        """Whether less than this many seconds are left; remembers that once it was so."""
+        over = self.end is not None and self.now() + needed > self.end
+        self.stopped = self.stopped or over
+        return over
+
+    def watch(self, on_round: OnRound, shifts: bool) -> OnRound:
+        """The same, interrupting the run where the next round would be one too many."""
+        gaps: list[float] = []
+        before = self.now()
+
+        def watched(progress: Progress) -> None:
+            nonlocal before
+            on_round(progress)
+            gaps.append(self.now() - before)
+            before = self.now()
+            last = progress.round >= progress.rounds and progress.stage == "training"
+            needed = self.reserve + 1.5 * max(gaps[-3:])
+            if last:
+                needed = self.finishing if shifts else 0.0
+            if self.over(needed):
+                raise KeyboardInterrupt
+
+        return watched
+
+
+@dataclass
+class State:
+    """Where an experiment stands."""
+
+    experiment: Experiment
+    found: dict[str, Result] = field(default_factory=dict)  # results that are of the runs as they are planned now
+    stale: dict[str, list[str]] = field(default_factory=dict)  # run -> settings in which its result is another's
+    configs: dict[str, Config] = field(default_factory=dict)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # of all runs that could be trained now
+
+    @property
+    def left(self) -> list[str]:
+        return [t.name for t in self.experiment.trials if t.name not in self.found]
+
+    def ready(self, only: Collection[str] = ()) -> list[str]:
+        """The next runs: what can be trained of the first group that has any left; `only` those, or those groups."""
+        several = [t for t in self.experiment.trials if t.name in self.settings and t.name not in self.found]
+        several = [t for t in several if not only or t.name in only or t.group in only]
+        return [t.name for t in several if t.group == several[0].group]
+
+
+def state_of(experiment: Experiment, root: Path) -> State:
+    """From the results alone. A result counts if it was made with the settings that the plan has now."""
+    held, state = results.read(root, experiment.name), State(experiment)
+    for trial in experiment.trials:  # those that follow a choice stand behind those it is made of
+        settings = settings_of(experiment, trial, {n: validation_of(r) for n, r in state.found.items()})
+        if settings is None:
+            continue
+        config = resolve(experiment.preset, settings)
+        state.settings[trial.name], state.configs[trial.name] = settings, config
+        result = held.get(trial.name)
+        if result is not None and result["digest"] == results.digest(config):
+            state.found[trial.name] = result
+        elif result is not None:
+            state.stale[trial.name] = sorted(
+                k for k, v in result["settings"].items() if results.essence(config).get(k) != v
+            ) or ["preset"]
+    return state
+
+
+def reproduce(
+    experiment: Experiment,
+    place: Place,
+    clock: Clock | None = None,
+    together: int = 0,
+    only: Sequence[str] = (),
+    on_run: OnRun = lambda at, total, name: None,
+    on_round: OnRound = lambda progress: None,
+    say: Say = lambda text: None,
+) -> State:
+    """Train what is left, or `only` such runs or groups, until it is done or the time is over. `together`: runs at
+    once; 0 is as many as is sensible on this device (on a CPU one)."""
+    clock, state = clock or Clock(None), state_of(experiment, place.results)
+    known = list(dict.fromkeys([*experiment.groups, *(t.name for t in experiment.trials)]))
+    for name in only:
+        if name not in known:
+            raise unknown("run", name, known)
+    for run, keys in state.stale.items():
+        say(f"{run}: its result was made with another {', '.join(keys)}: it is made anew")
+    if not state.ready(only):
+        return state
+    home = place.out / experiment.name
+    for folder in (home, place.results / experiment.name):  # before anything is trained
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder / ".trial", b"")
+            (folder / ".trial").unlink(missing_ok=True)  # another process may try at the same time
+        except OSError as error:
+            raise InputError(f"cannot write to {folder}: {error.strerror}") from error
+    with locked(home):
+        work = _Work(state, place, home, clock, once(say), on_round, on_run, together)
+        while (names := work.state.ready(only)) and not clock.stopped and not clock.over(clock.reserve):
+            before = work.state.left
+            work.group(names)
+            if work.state.left == before and not clock.stopped:  # it would be trained for ever
+                raise RunError(f"{experiment.name}: the results of {before[0]} are not of the run that was planned")
+    return work.state
+
+
+@dataclass
+class _Work:
+    """One call of `reproduce`: what its runs share."""
+
+    state: State
+    place: Place
+    home: Path
+    clock: Clock
+    say: Say
+    on_round: OnRound
+    on_run: OnRun
+    together: int
+    federation: Federation | None = None
+
+    def group(self, names: Sequence[str]) -> None:
+        """Train these, or as many of them as are trained at once; then see what their results made ready."""
+        configs = {n: self._config(n) for n in names}
+        if self.federation is None:
+            methods = {c.method_name: c for c in reversed(configs.values())}  # what is missing is missed now
+            self.federation = check_all(methods.values())
+        for config in configs.values():
+            check(config, self.federation, config.make_method())
+        device = self.federation.device
+        many = min(self.together or (jobs_for(len(names), device) if shares(device) else 1), len(names))
+        if many > 1:
+            names = names[:many]  # the others after them: fewer at once would take longer each, and not say so
+            try:
+                share_lanes(names, many, lambda name, pool: self._one(name, configs[name], many, pool), self._done)
+            except KeyboardInterrupt as stop:
+                raise Interrupted(self.home) from stop
+        else:
+            for name in names:
+                self._one(name, configs[name], 1, None)
+                self._done(name)
+        gc.collect()  # models and their recorded steps know each other: a GPU's memory would be held until whenever
+        self.state = state_of(self.state.experiment, self.place.results)
+
+    def _config(self, name: str) -> Config:
+        experiment = self.state.experiment
+        trial = experiment.trial(name)
+        if (
+            experiment.needs_weights
+            and not self.place.start(experiment, trial)
+            and "model.weights" not in trial.settings
+        ):
+            self.say(f"no --weights given: {resolve(experiment.preset, {}).model.weights} weights")
+        more = {**self.place.here(experiment, trial), **self.place.start(experiment, trial)}
+        return resolve(experiment.preset, {**self.state.settings[name], **more})
+
+    def _done(self, name: str) -> None:
+        """Told after each run of a group, finished or stopped."""
+        experiment, root = self.state.experiment, self.place.results
+        there = [t for t in experiment.trials if results.path_of(root, experiment.name, t.name).is_file()]
+        self.on_run(len(there), len(experiment.trials), "stopping" if self.clock.stopped else f"{name} done")
+
+    def _one(self, name: str, config: Config, many: int, pool: Pool | None) -> None:
+        """One run, from wherever it is to its end, or to the end of the time."""
+        if self.clock.stopped:
+            return
+
+        ended = 0.0
+
+        def shown(progress: Progress) -> None:
+            nonlocal ended
+            ended = self.clock.now()
+            for client in progress.failed:
+                self.say(f"warning: {name}: {client}: training stopped being finite; kept its last state")
+            self.on_round(progress)
+
+        on_round = self.clock.watch(shown, config.run.shifts)
+        try:
+            with resumable(self.home):
+                rows, last = self._train(name, config, on_round, pool)
+        except KeyboardInterrupt as stop:
+            if self.clock.stopped:
+                return  # it is saved: the same command goes on from there
+            raise Interrupted(self.home) from stop
+        except RunError as error:
+            then = "what is finished is saved: the same command goes on from there"
+            raise RunError(f"{name}: {error.what}", then) from error
+        if config.run.shifts and ended:
+            self.clock.finished(self.clock.now() - ended)
+        trial, federation = self.state.experiment.trial(name), self.federation
+        assert federation is not None
+        weights = None if config.model.weights in results.OWN_WEIGHTS else self._weights(name, config)
+        more = {"device": results.machine(federation.device), "together": many, "weights": weights}
+        result = results.made(self.state.experiment.name, trial, self.state.settings[name], config, rows, last, **more)
+        results.write(self.place.results, result)
+        if not trial.tested:
+            shutil.rmtree(self.home / name)
+
+    def _weights(self, name: str, config: Config) -> dict[str, str] | None:
+        """Of the file it was started with; a run that was carried here may not have that: then of its copy."""
+        return results.file_digest(config.model.weights) or results.file_digest(
+            str(self.home / name / "backbone.safetensors")
+        )
+
+    def _train(
+        self, name: str, config: Config, on_round: OnRound, pool: Pool | None
+    ) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
+        """Its rows of metrics, and its summary or last row."""
+        path, experiment = self.home / name, self.state.experiment
+        trial = experiment.trial(name)
+        assert self.federation is not None
+        started = (path / "config.toml").is_file()
+        if path.exists() and not started:
+            _empty(path)
+        if started:
+            _same(path, config)
+            _measured(path)
+        if not trial.tested:
+            splits = ("val", "server") if len(self.federation.server_val) else ("val",)
+            last = validated(self.home, path, config, self.federation, on_round, self.say, splits, pool)
+            return RunFolder(path).metrics(), last
+        if (path / "summary.json").is_file():  # only its result was not written
+            run = load(path)
+            return run.metrics, run.summary
+        shared = shared_backbone(self.home, config)
+        settings = self.place.here(experiment, trial)
+        if not started:
+            settings = {**self.state.settings[name], **settings, **self.place.start(experiment, trial)}
+        run = train(
+            experiment.preset,
+            set=settings,
+            out=path,
+            resume=started,
+            federation=self.federation,
+            backbone=shared if shared is not None and shared.is_file() else None,
+            on_round=on_round,
+            say=self.say,
+            pool=pool,
+        )
+        keep_backbone(run.folder.backbone, shared)
+        return run.metrics, run.summary
+
+
+def _same(path: Path, config: Config) -> None:
+    """Refuse to go on with a run of other settings: a preset may have been settled anew since it was begun."""
+    there, now = results.essence(resolve(str(path / "config.toml"), {})), results.essence(config)
+    other = [k for k in now if there.get(k) != now[k]]
+    if other:
+        raise InputError(f"{path} was begun with another {other[0]}: move it away, or choose another --out")
+
+
+def _empty(path: Path) -> None:
+    """Remove what a kill left before a run's settings were written; more is a run that was not all carried."""
+    held = [p for p in path.rglob("*") if p.is_file() and not p.name.endswith(".part")]
+    if held:
+        raise InputError(f"{path} has {held[0].name} but no config.toml: carry all of that folder, or move it away")
+    shutil.rmtree(path)
+
+
+def _measured(path: Path) -> None:
+    """Refuse to go on with a run whose measurements were lost on the way: its result would say less than it was."""
+    config, folder = resolve(str(path / "config.toml"), {}), RunFolder(path)
+    last, end = config.train.rounds, config.train.rounds + 1
+    if not (path / "summary.json").is_file():  # what comes after the newest whole checkpoint is measured again
+        found, _ = folder.load()
+        end = 0 if found is None else found.round
+    wanted = {n for n in range(1, end) if n % config.run.eval_every == 0 or n == last}
+    if lost := wanted - {row["round"] for row in folder.metrics()}:
+        then = f"carry that file again, or remove {path} and it is trained anew"
+        raise InputError(f"{path / 'metrics.jsonl'} lacks round {min(lost)}: {then}")
+
+
+def lay_over(weights: Path, statistics: Path, out: Path) -> Path:
+    """The weights with another size's running statistics in them, as one file in `out`."""
+    for file in (weights, statistics):
+        if not file.is_file():
+            raise InputError(f"no such file: {file}")
+    try:
+        held, over = (load_file(file) for file in (weights, statistics))
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"cannot read {weights} or {statistics}: {error}") from error
+    if strange := sorted(over.keys() - held.keys()):
+        raise InputError(f"{statistics} has {strange[0]}, which {weights} has not: are they of one network?")
+    if other := sorted(n for n, t in over.items() if t.shape != held[n].shape):
+        raise InputError(f"{statistics} has {other[0]} in another shape than {weights}: are they of one network?")
+    path = out / f"{weights.stem}+{statistics.stem}.safetensors"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, save({**held, **over}))
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    return path

@@ -1,0 +1,383 @@
+"""The `perada` command: parse, call, print."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from .. import __version__
+from ..config import parse_grid, parse_setting, presets, resolve
+from ..data.commands import app as data_app
+from ..errors import InputError, RunError
+from ..machine import keep_memory
+from ..methods import REGISTRY, method_sizes
+from ..models import BACKBONES, count_groups
+from ..notes import about_data
+from ..report import write_partition, write_report
+from ..report.tensorboard import write_events
+from ..runs.folder import device_of
+from ..runs.names import chosen_source
+from ..runs.run import Run, load, train
+from ..sweep import standings
+from ..sweep.compare import compare
+from ..sweep.tune import tune
+from . import tables
+from .console import INTERRUPTED, SAID, AsJson, out, print_json, say, tell
+from .watch import watched
+
+typer.core.HAS_RICH = False  # help is plain, but typer 0.20, which flwr asks for, would write "\[required]" in it
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.add_typer(data_app, name="data")
+if find_spec("flwr"):
+    from ..flower.commands import app as flower_app
+
+    app.add_typer(flower_app, name="flower")
+
+Source = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="PRESET | FILE.toml", help="a preset's name or a TOML file; default digits, or folder with --data"
+    ),
+]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="section.key=value, repeatable")]
+Methods = Annotated[str | None, typer.Option(metavar="A,B,C | all", help="default all")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+Lanes = Annotated[str | None, typer.Option(metavar="auto | N", help="most lanes at once; auto: as many as fit")]
+DataPath = Annotated[
+    str | None, typer.Option("--data", metavar="PATH", help="your own: site/class/image.png, .npz or .csv")
+]
+
+
+def _overrides(sets: Sequence[str] | None, lanes: str | None = None) -> dict[str, Any]:
+    found = dict(parse_setting(s) for s in sets or [])
+    if lanes is not None:
+        if lanes != "auto" and not (lanes.isdigit() and int(lanes)):
+            raise InputError(f"--lanes {lanes}: auto, or a number from 1")
+        found["run.lanes"] = 0 if lanes == "auto" else int(lanes)
+    return found
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    """PerAda: parameter-efficient personalised federated learning."""
+    if version:
+        print(f"perada {__version__}")
+        raise typer.Exit
+
+
+@app.command("train")
+def train_command(
+    source: Source = None,
+    method: Annotated[str | None, typer.Option(help="see `perada methods`")] = None,
+    data: DataPath = None,
+    sets: Sets = None,
+    seed: Annotated[int | None, typer.Option(help="of the training; data.seed is the split's")] = None,
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="default runs/PRESET-METHOD-SEED")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")] = None,
+    lanes: Lanes = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue an unfinished run")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an existing run")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train one method: a personalised model for every client."""
+    if resume and overwrite:
+        raise InputError("--resume continues a run and --overwrite replaces it: choose one")
+    with watched("train") as watch:
+        run = train(
+            source,
+            method=method,
+            data=data,
+            set=_overrides(sets, lanes),
+            seed=seed,
+            device=device,
+            out=out_dir,
+            resume=resume,
+            overwrite=overwrite,
+            on_round=watch.round,
+            say=say,
+        )
+    if as_json:
+        print_json({"run": str(run.path), "report": str(run.path / "report.html"), **run.summary})
+        return
+    out.print(tables.results([run]))
+    tell(f"run      {run.path}\nreport   {run.path / 'report.html'}")
+
+
+@app.command("compare")
+def compare_command(
+    source: Source = None,
+    methods: Methods = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="trainings of each method, on one split; default 1")] = None,
+    data: DataPath = None,
+    sets: Sets = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")] = None,
+    lanes: Lanes = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="default runs/compare-PRESET")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue, method by method; adds what is new")] = False,
+    jobs: Annotated[int, typer.Option(min=0, help="runs at once, a thread each; 0: as many as is sensible")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """The paper's table on your data: methods times seeds on one split."""
+    with watched("compare") as watch:
+        found = compare(
+            source,
+            methods=methods,
+            seeds=seeds,
+            data=data,
+            set=_overrides(sets, lanes),
+            device=device,
+            out=out_dir,
+            resume=resume,
+            jobs=jobs,
+            on_run=watch.run,
+            on_round=watch.round,
+            say=say,
+        )
+    table = found.standings()
+    if as_json:
+        print_json({"path": str(found.path), **standings.as_json(table)})
+        return
+    for part in standings.terminal(table):
+        out.print(part)
+    tell(f"tables   {found.path}/table.md, .csv, .tex")
+    tell(f"report   {found.path / 'report.html'}")
+
+
+@app.command("tune")
+def tune_command(
+    source: Source = None,
+    methods: Methods = None,
+    data: DataPath = None,
+    sets: Sets = None,
+    grid: Annotated[
+        list[str] | None, typer.Option("--grid", metavar="KEY=A,B,...", help="values to try instead, repeatable")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")] = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="default runs/tune-PRESET")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue, point by point")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Learning rates and the methods' own settings by the clients' validation data, never by test data."""
+    with watched("tune") as watch:
+        found = tune(
+            source,
+            methods=methods,
+            data=data,
+            set=_overrides(sets),
+            grid=dict(parse_grid(text) for text in grid or []),
+            device=device,
+            out=out_dir,
+            resume=resume,
+            on_point=watch.run,
+            on_round=watch.round,
+            say=say,
+        )
+    best, path = found.best(), found.path / "tuned.toml"
+    if as_json:
+        print_json({"path": str(path), "chosen": best, "results": found.results()})
+        return
+    out.print(tables.search(best, found.tried()))
+    use = f"perada compare {path} --methods {','.join(best)}"
+    tell(f"wrote {path}; use it with: {use}")
+
+
+@app.command()
+def evaluate(
+    run: RunPath,
+    on: Annotated[
+        str, typer.Option(help="local, val, global, shifted, fog, fog:3, cifar10.1, cifar10-c, ...")
+    ] = "local,global",
+    data: DataPath = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Test every client's personal model."""
+    opened = load(run, data=data, device=device, say=say)
+    names = [s.strip() for s in on.split(",") if s.strip()]
+    if not names:
+        raise InputError("--on: name at least one test set, such as local,global")
+    with watched() as watch:
+        found = opened.evaluate(names, watch.copies)
+    if as_json:
+        print_json({"run": str(run), **{k: v.as_dict() for k, v in found.items()}})
+        return
+    out.print(tables.scores(found))
+
+
+@app.command()
+def predict(
+    run: RunPath,
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="pictures of any size")],
+    client: Annotated[str, typer.Option(help="whose personal model")],
+    data: DataPath = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """What one client's personal model sees in images."""
+    found = load(run, data=data, device=device, say=say).predict(client, images)
+    if as_json:
+        print_json(found)
+        return
+    out.print(tables.predictions(found))
+
+
+@app.command()
+def export(
+    run: RunPath,
+    client: Annotated[str, typer.Option(help="whose personal model")],
+    out_file: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help=".safetensors: weights; .pt2, .onnx: the whole network")
+    ],
+    merged: Annotated[bool, typer.Option("--merged", help="the whole network instead of the personal part")] = False,
+    data: DataPath = None,
+) -> None:
+    """A client's personal adapter (or merged model) as one file; .onnx needs pip install 'perada[onnx]'."""
+    load(run, data=data, say=say).export(client, out_file, merged)
+    tell(f"wrote {out_file}")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders; several are compared")],
+    out_file: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="default RUN/report.html")] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="also files there for tensorboard --logdir FOLDER")
+    ] = None,
+) -> None:
+    """One self-contained HTML page about one or several runs."""
+    opened: list[Run] = [load(r) for r in runs]
+    if tensorboard is not None:
+        write_events([(r.path.resolve().name, r.folder.metrics()) for r in opened], tensorboard)
+        tell(f"wrote {tensorboard}")
+    path = out_file or opened[0].path / "report.html"
+    write_report(opened, path)
+    tell(f"wrote {path}")
+
+
+@app.command()
+def partition(
+    source: Source = None,
+    data: DataPath = None,
+    sets: Sets = None,
+    out_file: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="a picture of it")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Who holds what, and how unlike the clients are."""
+    from ..data import build_federation
+
+    source, overrides = chosen_source(source, data), _overrides(sets)
+    if data is not None:
+        overrides["data.root"] = data
+    config = resolve(source, overrides)
+    federation = build_federation(config.data, device_of("cpu"))
+    for line in about_data(federation):
+        say(line)
+    if out_file is not None:
+        write_partition(federation, out_file)
+    if as_json:
+        print_json(tables.partition_json(federation))
+        return
+    out.print(tables.partition(federation))
+    if out_file is not None:
+        tell(f"wrote {out_file}")
+
+
+@app.command()
+def params(
+    backbone: Annotated[str, typer.Argument(metavar="BACKBONE", help=", ".join(BACKBONES))],
+    classes: Annotated[int, typer.Option(min=1, help="outputs of the head")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Parameter groups of a backbone with adapters, buffers (running statistics) beside them."""
+    groups = count_groups(backbone, classes)
+    if as_json:
+        counts = {name: group["parameters"] for name, group in groups.items()}
+        buffers = {name: group["buffers"] for name, group in groups.items()}
+        print_json({"backbone": backbone, "classes": classes, **counts, "buffers": buffers})
+        return
+    out.print(tables.groups(backbone, classes, groups))
+
+
+@app.command()
+def methods(as_json: AsJson = False) -> None:
+    """The methods, with parameters a client trains and sends (ResNet-18, 10 classes)."""
+    found = {name: method_sizes(name) for name in REGISTRY}
+    if as_json:
+        print_json([{"name": name, **sizes} for name, sizes in found.items()])
+        return
+    out.print(tables.methods(found))
+
+
+@app.command("presets")
+def presets_command(as_json: AsJson = False) -> None:
+    """The settings that come with the package."""
+    if as_json:
+        print_json([{"name": name, "description": text} for name, text in presets().items()])
+        return
+    out.print(tables.presets(presets()))
+
+
+if not find_spec("flwr"):
+
+    @app.command("flower", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def no_flower() -> None:
+        """Real federations over a network; needs pip install 'perada[flower]'."""
+        raise InputError("perada flower needs Flower: pip install 'perada[flower]'")
+
+
+# typer carries its own copy of click in newer versions: take the class from what it exports.
+_UsageError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def main(arguments: Sequence[str] | None = None, app: typer.Typer = app) -> int:
+    """Exit codes: 0 done, 1 failed while running, 2 bad input, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ± has a ? there
+    try:
+        code = app(args=words, standalone_mode=False)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        return INTERRUPTED if code == SAID else code if isinstance(code, int) else 0
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # a group of commands without one
+            print(error.format_message() if hasattr(error, "format_message") else error, file=sys.stderr)
+            return 2
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        parts = re.split(r"\s+(?=Did you mean)", text)  # typer has a hint, and so has click: once is enough
+        return _complain(" ".join(dict.fromkeys(parts)), 2)
+    except InputError as error:
+        return _complain(str(error), 2)
+    except RunError as error:
+        return _complain(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        return 0
+
+
+def _complain(text: str, code: int) -> int:
+    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    return code
+
+
+def script() -> None:
+    keep_memory()
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    script()

@@ -1,0 +1,212 @@
+"""Predictions of many lanes on many images, and what they are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..data.federation import Federation, Indices
+from ..data.images import Pixels
+from ..lanes import LaneModel, State
+
+CHUNK = {"cpu": 4096, "cuda": 32768}  # images × lanes in one forward pass; fewer where images are larger than 32×32
+# A pass has a multiple of so many images, or a power of two: for a number it never saw a library chooses kernels anew.
+WHOLE = {"cuda": 512}
+
+
+def _chunk(lanes: int, images: Tensor, device: torch.device) -> int:
+    """Images a lane in one forward pass."""
+    pixels, most = images.shape[-2] * images.shape[-1], CHUNK.get(device.type, CHUNK["cpu"])
+    return max(1, min(most, most * 1024 // pixels) // lanes)
+
+
+@torch.no_grad()
+def logits_of(model: LaneModel, lanes: State, federation: Federation, images: Tensor) -> Tensor:
+    """Every lane on every image (uint8 `[n, C, H, W]`), eval mode -> `[K, n, classes]`."""
+    if len(images) == 0:
+        return torch.zeros(lanes.lanes, 0, len(federation.classes), device=model.device)
+    dtype, lanes = next(iter(lanes.tensors())).dtype, model.rounded(lanes)
+    size, out = _chunk(lanes.lanes, images, model.device), []
+    whole = min(WHOLE.get(model.device.type, 1), 1 << size.bit_length() - 1)
+    for part in torch.split(images, size - size % whole):
+        more = -len(part) % min(whole, 1 << (len(part) - 1).bit_length())
+        filled = torch.cat([part, part[:1].expand(more, -1, -1, -1)]) if more else part
+        logits = model.on_all(lanes, model.stem(federation.prepare(filled.to(model.device), dtype)))
+        out.append(logits[:, : len(part)])
+    return torch.cat(out, 1)
+
+
+def logits_on(model: LaneModel, lanes: State, federation: Federation, index: Indices) -> Tensor:
+    """`logits_of` for images of the federation, by index."""
+    return logits_of(model, lanes, federation, federation.take(index))
+
+
+@torch.no_grad()
+def own_logits(model: LaneModel, lanes: State, federation: Federation, indices: Sequence[Indices]) -> list[Tensor]:
+    """Lane k on its own images `indices[k]`, folded over lanes -> K tensors `[n_k, classes]`."""
+    if lanes.lanes == 1:
+        return [logits_on(model, lanes, federation, i)[0] for i in indices]
+    dtype = next(iter(lanes.tensors())).dtype
+    longest = max(1, *map(len, indices))
+    size = _chunk(lanes.lanes, federation.images, model.device)
+    padded = np.stack([np.resize(i, longest) if len(i) else np.zeros(longest, np.int64) for i in indices])
+    out = []
+    for part in torch.split(torch.from_numpy(padded), size, 1):
+        out.append(model(lanes, federation.prepare(federation.take(part.flatten()), dtype)))
+    logits = torch.cat(out, 1)
+    return [logits[k, : len(i)] for k, i in enumerate(indices)]
+
+
+def score(logits: Tensor, targets: Tensor) -> float | None:
+    """Accuracy in percent, or macro AUC in percent for multi-label targets; None where it is undefined.
+
+    logits `[n, classes]`. A label with one class only has no AUC and is left out of the mean.
+    """
+    if len(targets) == 0:
+        return None
+    if not targets.is_floating_point():  # a model that gives no number is wrong
+        right = (logits.argmax(-1) == targets) & logits.isfinite().all(-1)
+        return 100.0 * float(right.double().mean())
+    return _percent(label_areas(logits, targets))
+
+
+def label_areas(logits: Tensor, targets: Tensor) -> list[float | None]:
+    """The area under the ROC curve of each label; None where only one class is present or a logit is no number."""
+    from sklearn.metrics import roc_auc_score  # here, not above: slow to import, and only AUC needs it
+
+    found, truth = logits.double().cpu().numpy(), targets.cpu().numpy()
+    return [
+        float(roc_auc_score(truth[:, j], found[:, j]))
+        if 0 < truth[:, j].sum() < len(truth) and np.isfinite(found[:, j]).all()
+        else None
+        for j in range(truth.shape[1])
+    ]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One number a client, their mean and standard deviation over clients (percent).
+
+    per_label: of multi-label data, each label's AUC as the mean over the clients where it is defined.
+    """
+
+    per_client: dict[str, float | None]
+    per_label: dict[str, float | None] | None = None
+
+    @property
+    def values(self) -> NDArray[np.float64]:
+        return np.array([v for v in self.per_client.values() if v is not None], np.float64)
+
+    @property
+    def mean(self) -> float | None:
+        return float(self.values.mean()) if len(self.values) else None
+
+    @property
+    def std(self) -> float | None:
+        return float(self.values.std()) if len(self.values) else None
+
+    @classmethod
+    def read(cls, written: Mapping[str, Any]) -> Scores:
+        """The inverse of `as_dict`."""
+        return cls(dict(written["per_client"]), written.get("per_label"))
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "mean": self.mean,
+            "std": self.std,
+            "per_client": self.per_client,
+            **({} if self.per_label is None else {"per_label": self.per_label}),
+        }
+
+
+def scores_of(federation: Federation, logits: Sequence[Tensor], targets: Sequence[Tensor]) -> Scores:
+    """A score for each client, from its model's logits `[n, classes]` on images with these targets."""
+    names = [c.name for c in federation.clients]
+    if not federation.multilabel:
+        found = [score(a, t) for a, t in zip(logits, targets, strict=True)]
+        return Scores(dict(zip(names, found, strict=True)))
+    areas = [label_areas(a, t) for a, t in zip(logits, targets, strict=True)]
+    per_client = {name: _percent(row) for name, row in zip(names, areas, strict=True)}
+    return Scores(
+        per_client,
+        {n: _percent(column) for n, column in zip(federation.classes, zip(*areas, strict=True), strict=True)},
+    )
+
+
+def _percent(areas: Iterable[float | None]) -> float | None:
+    """The mean in percent of what is defined."""
+    defined = [a for a in areas if a is not None]
+    return 100.0 * float(np.mean(defined)) if defined else None
+
+
+def personal_scores(
+    model: LaneModel, lanes: State, federation: Federation, splits: Sequence[str] = ("local", "val", "global")
+) -> dict[str, Scores]:
+    """The clients' own models: `local_test`, `local_val` (own data), `global_test` (everybody's test data), and
+    `server_val` (split "server": the labelled data that the server holds back, where there are any).
+
+    `lanes` has one lane a client, or one lane that all share.
+    """
+    names = [c.name for c in federation.clients]
+    out: dict[str, Scores] = {}
+    if "val" in splits:
+        out["local_val"] = _own(model, lanes, federation, [c.val for c in federation.clients])
+    if "server" in splits:
+        logits = logits_on(model, lanes, federation, federation.server_val).expand(len(names), -1, -1)
+        targets = federation.labels(federation.server_val)
+        out["server_val"] = scores_of(federation, list(logits), [targets] * len(names))
+    if "global" in splits:
+        pool = federation.test
+        logits = logits_on(model, lanes, federation, pool).expand(len(names), -1, -1)
+        targets = federation.labels(pool)
+        out["global_test"] = scores_of(federation, list(logits), [targets] * len(names))
+        if "local" in splits:  # a client's own test data are a slice of everybody's
+            ends = np.cumsum([len(c.test) for c in federation.clients])
+            spans = [slice(int(e) - len(c.test), int(e)) for e, c in zip(ends, federation.clients, strict=True)]
+            own = [logits[k, s] for k, s in enumerate(spans)]
+            out["local_test"] = scores_of(federation, own, [targets[s] for s in spans])
+    elif "local" in splits:
+        out["local_test"] = _own(model, lanes, federation, [c.test for c in federation.clients])
+    return out
+
+
+def _own(model: LaneModel, lanes: State, federation: Federation, indices: list[Indices]) -> Scores:
+    found = own_logits(model, lanes, federation, indices)
+    targets = [federation.labels(i) for i in indices]
+    return scores_of(federation, found, targets)
+
+
+def scores_on(model: LaneModel, lanes: State, federation: Federation, sets: Iterable[tuple[Pixels, Tensor]]) -> Scores:
+    """Every client's model on other test sets (`data.named_sets`), the mean over them."""
+    return all_scores_on(model, [lanes], federation, sets)[0]
+
+
+def all_scores_on(
+    model: LaneModel, several: Sequence[State], federation: Federation, sets: Iterable[tuple[Pixels, Tensor]]
+) -> list[Scores]:
+    """The same for several states of lanes, each test set made once."""
+    found: list[list[Scores]] = [[] for _ in several]
+    for images, targets in sets:
+        for lanes, scores in zip(several, found, strict=True):
+            logits = logits_of(model, lanes, federation, torch.from_numpy(images))
+            logits = logits.expand(len(federation.clients), -1, -1)
+            scores.append(scores_of(federation, list(logits), [targets] * len(logits)))
+    return [_mean_scores(federation, scores) for scores in found]
+
+
+def _mean_scores(federation: Federation, found: Sequence[Scores]) -> Scores:
+    per_label = {n: _mean([s.per_label[n] for s in found if s.per_label]) for n in found[0].per_label or {}}
+    per_client = {c.name: _mean([s.per_client[c.name] for s in found]) for c in federation.clients}
+    return Scores(per_client, per_label if federation.multilabel else None)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None where any of them is undefined: a mean of fewer would not compare."""
+    known = [v for v in values if v is not None]
+    return float(np.mean(known)) if len(known) == len(values) else None

@@ -1,0 +1,1 @@
+"""Personal predictions and exported models."""

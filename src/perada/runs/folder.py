@@ -1,0 +1,372 @@
+"""A run folder: config, metrics, checkpoints. Everything is written so that a kill at any moment loses
+nothing that was finished (INTERFACE, "A run folder")."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from ..errors import Damaged, InputError
+from .jsonfiles import fits, read_object, read_rows
+from ..lanes import State
+from .rows import Evaluation
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+KEEP = 2  # checkpoints
+LOOK_S = 0.5  # seconds at most that a look at a run's lock takes
+PARTS = {
+    "data.json",
+    "config.toml",
+    "metrics.jsonl",
+    "summary.json",
+    "report.html",
+    "backbone.safetensors",
+    "checkpoints",
+    "pretrain",
+}
+
+
+def jsonable(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null instead."""
+    if isinstance(value, Mapping):
+        return {k: jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """The file is the old one or the new one, never a part."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with part.open("wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time works in a folder. Who only looks (`at_work`) is gone in a moment: that is waited for."""
+    if fcntl is None:
+        yield
+        return
+    handle, until = os.open(path, os.O_RDONLY), time.monotonic() + LOOK_S
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if time.monotonic() >= until:
+                    what = f"another process is at work in {path}: wait for it, or choose another --out"
+                    raise InputError(what) from error
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(handle)
+
+
+def at_work(path: Path) -> bool:
+    """Whether a process works in a folder; asked with a shared lock, so that two who look do not see each other."""
+    if fcntl is None:
+        return True
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder survive a power cut, as fsync does for a file's bytes."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def save_state(path: Path, state: State, lane: int = 0) -> str:
+    """One lane as safetensors (`params/NAME`, `buffers/NAME`); returns its sha256."""
+    held = {f"params/{n}": t[lane] for n, t in state.params.items()}
+    held |= {f"buffers/{n}": t[lane] for n, t in state.buffers.items()}
+    data = save({n: t.detach().cpu().contiguous() for n, t in held.items()})
+    write_atomic(path, data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def load_state(path: Path) -> State:
+    """One lane as written by `save_state`, on the CPU."""
+    params: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt") as f:
+            for name in f.keys():  # noqa: SIM118 (not a dict)
+                kind, _, rest = name.partition("/")
+                (params if kind == "params" else buffers)[rest] = f.get_tensor(name).unsqueeze(0)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    return State(params, buffers)
+
+
+def _empty(path: Path) -> None:
+    """Its config goes last: killed on the way, it still is a run, which can be replaced."""
+    for part in sorted(path.iterdir(), key=lambda p: p.name == "config.toml"):
+        if part.is_dir() and not part.is_symlink():
+            shutil.rmtree(part)
+        else:
+            part.unlink()
+
+
+def _round(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("round-"))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a finished round leaves behind; one state a client, none where clients keep nothing."""
+
+    round: int
+    server: State
+    broadcast: State
+    clients: list[State]
+    note: dict[str, Any]  # small numbers that go into state.json
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._hashes: dict[str, str] = {}  # file name -> sha256 in the newest checkpoint
+        self._newest: Path | None = None
+
+    @staticmethod
+    def check(path: Path, overwrite: bool) -> None:
+        """Refuse a path that must not be written to."""
+        try:
+            path.lstat()
+            names = {p.name for p in path.iterdir()} if path.is_dir() else None
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise InputError(f"cannot write to {path}: {error.strerror}") from error
+        if names is None:
+            raise InputError(f"{path} is a file: choose another --out")
+        if names and not (path / "config.toml").is_file():
+            raise InputError(f"{path} exists and is no run, so it is not overwritten: choose another --out")
+        if names and not overwrite:
+            raise InputError(f"{path} exists: --resume continues it, --overwrite replaces it, --out picks another")
+        if {n for n in names if not (n[0] == "." and n.endswith(".part"))} - PARTS:  # a kill leaves such a part
+            raise InputError(f"{path} holds more than a run, so it is not overwritten: choose another --out")
+
+    @classmethod
+    def create(cls, path: Path, config_toml: str, overwrite: bool) -> RunFolder:
+        """A new run. The folder of one that is replaced stays, for a lock is on it."""
+        cls.check(path, overwrite)
+        try:
+            if path.exists():
+                _empty(path)
+            else:
+                path.mkdir(parents=True)
+            write_atomic(path / "config.toml", config_toml.encode())
+        except OSError as error:
+            raise InputError(f"cannot write to {path}: {error.strerror}") from error
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        if not (path / "config.toml").is_file():
+            raise InputError(f"{path} is not a run folder (no config.toml): train first, or check the path")
+        return cls(path)
+
+    # metrics
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        self.path.mkdir(exist_ok=True)
+        with (self.path / "metrics.jsonl").open("a") as f:
+            f.write(json.dumps(jsonable(row)) + "\n")
+            f.flush()
+            os.fsync(f.fileno())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_rows(self.path / "metrics.jsonl", {"round": int})
+
+    def evaluations(self) -> list[Evaluation]:
+        """The same, typed."""
+        return [Evaluation.read(row) for row in self.metrics()]
+
+    def cut_metrics(self, after: int) -> None:
+        """Forget what was measured after round `after`: it will be measured again."""
+        rows = [r for r in self.metrics() if r["round"] <= after]
+        write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in rows).encode())
+
+    def write_json(self, name: str, value: object) -> None:
+        write_atomic(self.path / name, (json.dumps(jsonable(value), indent=1) + "\n").encode())
+
+    def about(self) -> dict[str, Any]:
+        """What data.json says of the data and the preset or file that the run was made with; empty without it."""
+        path, mend = self.path / "data.json", "delete it if the data are those that the run was made with"
+        found = read_object(path, {"classes": list, "clients": dict}, mend) if path.is_file() else {}
+        if "source" in found and not fits(found["source"], {"name": str, "settings": dict}):
+            raise Damaged(f"{path} is damaged: {mend}")
+        return found
+
+    def check_data(self, facts: Mapping[str, Any]) -> None:
+        """Refuse data that are not those the run was made with: a client's model would be another's, or tested on
+        what it was trained on. What an older version did not write is not asked for."""
+        known = {**facts, **{k: v for k, v in self.about().items() if k != "source"}}
+        if known == json.loads(json.dumps(facts)):
+            return
+        old, new = known["clients"], facts["clients"]
+        gone, more = [n for n in old if n not in new], [n for n in new if n not in old]
+        what = [f"{n!r} is new" for n in more[:1]] + [f"{n!r} is gone" for n in gone[:1]]
+        what += [f"{n!r} has other samples" for n in old if n in new and old[n] != new[n]][:1]
+        if known["classes"] != list(facts["classes"]):
+            what = ["other classes"]
+        if not what and known["image"] == list(facts["image"]):
+            what = ["files renamed or exchanged, so that training images would be test images"]
+        raise InputError(
+            f"the data are not those that {self.path} was made with ({', '.join(what) or 'other images'}): "
+            "give the old ones with --data, or train again"
+        )
+
+    def summary(self) -> dict[str, Any]:
+        path = self.path / "summary.json"
+        if not path.is_file():
+            raise InputError(f"{self.path} has no summary yet: finish it with --resume")
+        kinds = {"round": int, "method": str, "data": str, "metric": str, "parameters": dict}
+        again = f"perada train --out {shlex.quote(str(self.path))} --resume"
+        return read_object(path, kinds, f"write it again with {again}")
+
+    # checkpoints
+
+    def has_checkpoint(self) -> bool:
+        """Whether files of clients that do not change can be linked to."""
+        return bool(self._hashes)
+
+    def save(self, checkpoint: Checkpoint, changed: Iterable[int]) -> None:
+        """Write `round-NNNN` beside the others and rename it into place; clients that did not change are
+        links to the previous checkpoint's files."""
+        target = self.checkpoints / f"round-{checkpoint.round:04d}"
+        part = self.checkpoints / f".{target.name}.part"
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            hashes = {
+                f"{name}.safetensors": save_state(part / f"{name}.safetensors", state)
+                for name, state in (("server", checkpoint.server), ("broadcast", checkpoint.broadcast))
+            }
+            touched = set(changed)
+            for m, state in enumerate(checkpoint.clients):
+                name = f"kept-{m:04d}.safetensors"
+                if m in touched or name not in self._hashes or not self._link(name, part):
+                    hashes[name] = save_state(part / name, state)
+                else:
+                    hashes[name] = self._hashes[name]
+            note = {"round": checkpoint.round, "sha256": hashes, "note": checkpoint.note}
+            write_atomic(part / "state.json", json.dumps(jsonable(note), indent=1).encode())
+            sync_folder(part)
+            aside = self.checkpoints / f".{target.name}.old"
+            if target.exists():  # the same round again: see _found
+                os.replace(target, aside)
+            os.replace(part, target)
+            sync_folder(self.checkpoints)
+            shutil.rmtree(aside, ignore_errors=True)
+        except OSError as error:
+            raise OSError(f"cannot write {target}: {error.strerror}") from error
+        self._hashes, self._newest = hashes, target
+        for old in self._found()[:-KEEP]:
+            shutil.rmtree(old)
+
+    def _link(self, name: str, part: Path) -> bool:
+        if self._newest is None or not (self._newest / name).is_file():
+            return False
+        try:
+            os.link(self._newest / name, part / name)
+        except OSError:  # a file system without links
+            shutil.copyfile(self._newest / name, part / name)
+        return True
+
+    def _found(self) -> list[Path]:
+        for aside in self.checkpoints.glob(".round-*.old") if self.checkpoints.is_dir() else ():
+            target = self.checkpoints / aside.name.removeprefix(".").removesuffix(".old")
+            if not target.exists():  # killed between the two names: the old checkpoint is the whole one
+                os.replace(aside, target)
+        return self._named()
+
+    def _named(self) -> list[Path]:
+        found = self.checkpoints.glob("round-*") if self.checkpoints.is_dir() else ()
+        return sorted((p for p in found if p.name.removeprefix("round-").isdecimal()), key=_round)
+
+    def newest_round(self) -> int | None:
+        """Of the newest checkpoint, by its name alone."""
+        found = self._named()
+        return _round(found[-1]) if found else None
+
+    def load(self) -> tuple[Checkpoint | None, list[str]]:
+        """The newest whole checkpoint, and a line about each damaged one passed over."""
+        warnings: list[str] = []
+        for path in reversed(self._found()):
+            try:
+                return self._read(path), warnings
+            except (InputError, OSError, ValueError, KeyError) as error:
+                warnings.append(f"{path.name} is damaged and passed over: {error}")
+        if warnings:
+            raise InputError(f"{self.path}: no checkpoint is whole ({warnings[0]}): remove that folder and train again")
+        return None, warnings
+
+    def _read(self, path: Path) -> Checkpoint:
+        kinds = {"round": int, "sha256": dict, "note": dict}
+        note = read_object(path / "state.json", kinds, "it is not what was written")
+        for name, digest in note["sha256"].items():
+            if hashlib.sha256((path / name).read_bytes()).hexdigest() != digest:
+                raise InputError(f"{name} does not match its checksum")
+        kept = [load_state(path / n) for n in sorted(note["sha256"]) if n.startswith("kept-")]
+        self._hashes, self._newest = note["sha256"], path
+        return Checkpoint(
+            round=note["round"],
+            server=load_state(path / "server.safetensors"),
+            broadcast=load_state(path / "broadcast.safetensors"),
+            clients=kept,
+            note=note["note"],
+        )
+
+    # the frozen backbone, where it cannot be made again from the config alone
+
+    def save_backbone(self, tensors: Mapping[str, Tensor]) -> None:
+        held = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
+        write_atomic(self.path / "backbone.safetensors", save(held))
+
+    @property
+    def backbone(self) -> Path | None:
+        path = self.path / "backbone.safetensors"
+        return path if path.is_file() else None
+
+
+def device_of(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("run.device=cuda: torch sees no CUDA device here; use --device cpu or auto")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")

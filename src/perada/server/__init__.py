@@ -1,0 +1,1 @@
+"""What happens at the server: distillation and its guard."""

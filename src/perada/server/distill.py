@@ -1,0 +1,360 @@
+"""The server's distillation: many local adapters (teachers) into one global adapter (student).
+
+`w ← w − η_g ∇_w KL(softmax(mean_m f(u, θ_m; x)) ‖ softmax(f(u, w; x)))` on public, unlabelled x. The teacher
+is the average of LOGITS, then softmax. Multi-label data have no softmax: there it is the KL of each label's
+Bernoulli, summed over labels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..data.public import Chunks
+from ..lanes import (
+    Batch,
+    Gradient,
+    LaneModel,
+    Loss,
+    Norm,
+    Options,
+    Result,
+    State,
+    Stem,
+    Update,
+    fast_kernels,
+    flattened,
+    fold,
+    key_of,
+    loop,
+    rng_of,
+    sent,
+    stack,
+)
+
+
+@dataclass(frozen=True)
+class Distill:
+    """The `[distill]` section."""
+
+    data: str = "none"  # where the public images come from: a source's name, a folder, or the clients' "validation"
+    size: int = 0  # how many of them; 0 is all
+    steps: int = 500
+    batch: int = 2048
+    lr: float = 1e-3
+    rounds: int = 0  # distil in this many first rounds; 0 is every round
+    temperature: float = 1.0
+    schedule: Literal["cosine", "constant"] = "cosine"
+    pull: float = 0.0  # strength of a pull towards the averaged adapter: adds pull/2 ‖w − average‖² to the loss
+    weight_decay: float = 0.0  # adds weight_decay/2 ‖w‖² to the loss, as `train.weight_decay` does
+    teacher_norm: Literal["public", "running"] = "public"  # whose statistics normalise in the teachers
+    student_norm: Literal["batch", "frozen"] = "batch"
+    keep_stats: Literal["average", "student"] = "average"  # the running statistics of the distilled adapter
+    guard: Literal["none", "server", "clients"] = "clients"  # who may prefer the plain average
+    candidates: tuple[int, ...] = (20, 60, 150, 500)  # steps after which the student is a candidate
+
+    def __post_init__(self) -> None:
+        for name in ("size", "steps", "rounds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        if self.batch < 2:
+            raise ValueError(f"batch must be at least 2, not {self.batch}")
+        for name in ("lr", "temperature"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        for name in ("pull", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        object.__setattr__(self, "candidates", tuple(self.candidates))
+        if any(c < 1 for c in self.candidates):
+            raise ValueError("candidates are numbers of steps, at least 1")
+
+    def snapshots(self) -> tuple[int, ...]:
+        """The steps that become candidates: the last one always, the others only where a guard chooses."""
+        early = [c for c in self.candidates if c < self.steps] if self.guard != "none" else []
+        return (*sorted(set(early)), self.steps)
+
+    def judged(self) -> tuple[int, ...]:
+        """What a guard chooses among, by steps: the plain average, then the snapshots. Where these have statistics of
+        the public images, a student of no steps is one of them: it has such statistics and the average's weights, so
+        that no other wins by its statistics alone."""
+        still = (0,) if self.keep_stats == "student" and self.student_norm == "batch" else ()
+        return (0, *still, *self.snapshots())
+
+
+def kl(teacher: Tensor, student: Tensor, temperature: float, multilabel: bool) -> Tensor:
+    """KL(teacher ‖ student) of each sample, both as logits `[..., classes]`, times T² (Hinton et al.)."""
+    t, s = teacher / temperature, student / temperature
+    if multilabel:
+        p = t.sigmoid()
+        each = p * (F.logsigmoid(t) - F.logsigmoid(s)) + (1 - p) * (F.logsigmoid(-t) - F.logsigmoid(-s))
+        return each.sum(-1) * temperature**2
+    each = t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))
+    return each.sum(-1) * temperature**2
+
+
+def chunks_of(images: int, options: Distill, seed: int) -> list[Tensor]:
+    """The public data, shuffled once by seed (files may be sorted by class), cut into equal chunks."""
+    order = torch.from_numpy(rng_of(seed, "public").permutation(images))
+    order = order[: options.size or images]
+    size = min(options.batch, len(order))
+    return [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
+
+
+def chunks_in(round: int, steps: int, chunks: int) -> list[int]:
+    """The chunks that a round uses, in the order of their first use."""
+    if steps >= chunks:
+        return list(range(chunks))
+    return [(round * steps + step) % chunks for step in range(steps)]
+
+
+TOGETHER = 1 << 27  # pixels × teachers in one pass, where several chunks can be
+STATISTICS = 30  # batches after which running statistics have forgotten nearly all that was before
+
+
+@torch.no_grad()
+def teacher_logits(
+    model: LaneModel,
+    teachers: State,
+    images: Sequence[Tensor | Stem],
+    norm: Literal["public", "running"],
+    lanes_at_once: int = 0,
+    which: Sequence[int] | None = None,
+) -> Tensor:
+    """The mean of the teachers' logits on the chunks `which` (all), `[chunks, B, classes]`: once a round, no dropout.
+
+    With norm="public" a teacher normalises with the chunk's own statistics: its running ones come from the
+    few classes of one client and mislead it on foreign images.
+    """
+    mode: Norm = "batch" if norm == "public" else "running"
+    size, teachers = lanes_at_once or teachers.lanes, model.rounded(teachers)
+    groups = [teachers.map(lambda t, i=i: t[i : i + size]) for i in range(0, teachers.lanes, size)]  # type: ignore[misc]
+    chunks = range(len(images)) if which is None else which
+    return torch.cat([_on_chunks(model, g, images, chunks, mode, lanes_at_once) for g in groups], 1).mean(1)
+
+
+def _on_chunks(
+    model: LaneModel, lanes: State, images: Sequence[Tensor | Stem], which: Sequence[int], mode: Norm, limit: int
+) -> Tensor:
+    """`[chunks, K, B, classes]`. Chunks that are kept behind the first layer can be other lanes: a few at a time."""
+    if not isinstance(images, Chunks) or images.stems is None:
+        return torch.stack([model.on_all(lanes, images[i], mode) for i in which])
+    most = TOGETHER // images.images[0, 0].numel() // images.chunks.shape[1]
+    size = max(1, min(limit or most, most) // lanes.lanes)
+    out = []
+    for some in torch.split(sent(torch.tensor(which), model.device), size):
+        number = some.repeat_interleave(lanes.lanes)
+        found = model(stack(*[lanes] * len(some)), images.stems.seen(number), mode)
+        out.append(found.view(len(some), lanes.lanes, *found.shape[1:]))
+    return torch.cat(out)
+
+
+@lru_cache
+def _loss(temperature: float, multilabel: bool) -> Loss:
+    """`kl` as the loss of a training loop: one function for each pair, so that recorded steps are found again."""
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        kernels = None if multilabel else fast_kernels(logits.device)
+        if kernels is None:
+            return kl(targets, logits, temperature, multilabel)
+        return kernels.divergence(logits, targets, temperature)  # type: ignore[no-any-return]
+
+    return loss
+
+
+class PublicBatches:
+    """Step r sees chunk r mod n of the public images, and the teachers' logits on it. r counts from `first`, which is
+    where the round begins and what of it is done."""
+
+    def __init__(
+        self, images: Sequence[Tensor | Stem], targets: Tensor, key: Tensor, capacity: int, first: int = 0
+    ) -> None:
+        self.images, self.targets, self.key = images, targets, key  # targets [chunks, B, classes], key int64 [1]
+        self.capacity, self.first = capacity, torch.full((1,), first, device=key.device)
+
+    def __call__(self, step: int | Tensor, lanes: Tensor) -> Batch:
+        kernels = fast_kernels(self.key.device) if isinstance(step, Tensor) else None
+        if kernels is None:
+            at = step + self.first
+            chunk = at % len(self.images)
+            targets, key = self.targets[chunk], fold(self.key, at)
+        else:
+            chunk, targets, key = kernels.chunk(step, self.first, self.key, self.targets)
+        images = self.images.at(chunk) if isinstance(self.images, Chunks) else self.images[int(chunk)]
+        return Batch(images, targets, None, key)
+
+    # What a recorded step needs: lanes/replay.py.
+
+    def shape(self) -> Hashable:
+        key = (id(self.images), tuple(self.targets.shape), self.capacity)
+        return key if isinstance(self.images, Chunks) else None
+
+    def twin(self) -> PublicBatches:
+        return PublicBatches(self.images, self.targets.clone(), self.key.clone(), self.capacity)
+
+    def copy_(self, other: PublicBatches) -> None:
+        self.targets.copy_(other.targets)
+        self.key.copy_(other.key)
+        self.first.copy_(other.first)
+
+
+def rates(options: Distill) -> list[float]:
+    """Adam's step size at every step."""
+    found = [options.lr] * options.steps
+    if options.schedule == "cosine":
+        for t in range(1, options.steps):
+            now, before = (1 + math.cos(math.pi * i / options.steps) for i in (t, t - 1))
+            found[t] = now / before * found[t - 1]
+    return found
+
+
+@lru_cache(maxsize=64)
+def _adam(options: Distill, device: torch.device, dtype: torch.dtype) -> Update:
+    """Adam (Kingma & Ba, 2015) as a loop's step on (student, first moments, second moments, steps done) and, where
+    there is a pull, its centre."""
+    one, two, eps = 0.9, 0.999, 1e-8
+    plan = [*rates(options), 0.0]  # after its last step it stands still
+    table = torch.tensor(
+        [[r / (1 - one**t), (1 - two**t) ** -0.5] for t, r in enumerate(plan, 1)], dtype=dtype, device=device
+    )
+
+    def step(gradient: Gradient, states: tuple[State, ...]) -> tuple[State, ...]:
+        state, first, second, count, *centre = states
+        grads, state = gradient(state)
+        done, kernels = count.params["t"], fast_kernels(device)
+        if gradient.flat is not None and state.flat and first.flat and second.flat:  # to be recorded: nothing is read
+            p, m, v = (held.flat[0] for held in (state, first, second) if held.flat)
+            g = gradient.flat
+            for towards in centre:  # what no gradient is taken by never left its centre
+                assert towards.flat is not None
+                g = g.to(p.dtype) + options.pull * (p - towards.flat[0])
+            if kernels is not None:
+                p, m, v, after, total = kernels.adam_step(p, g, m, v, done, table, (one, two), eps)
+                gradient.totals.append(total)
+                gradient.summed |= {id(t) for t in (p, m, v, after)}
+            else:
+                rate, scale = table[done[:, 0].long().clamp(max=len(plan) - 1)].unsqueeze(-1).unbind(1)
+                g, after = g.to(p.dtype), done + 1
+                m, v = torch.lerp(m, g, 1 - one), torch.addcmul(v * two, g, g, value=1 - two)
+                p = p - rate * m / (v.sqrt() * scale + eps)
+            new = zip((state, first, second), (p, m, v), strict=True)
+            return *(held.with_flat(t, held.flat[1]) for held, t in new if held.flat), State({"t": after}), *centre
+        t = int(done) + 1
+        params, ms, vs = dict(state.params), dict(first.params), dict(second.params)
+        for name, g in grads.items():
+            for towards in centre:
+                g = g + options.pull * (params[name] - towards.params[name])
+            ms[name] = torch.lerp(ms[name], g, 1 - one)
+            vs[name] = torch.addcmul(vs[name] * two, g, g, value=1 - two)
+            size = (vs[name].sqrt() / (1 - two**t) ** 0.5).add_(eps)
+            length = plan[min(t, len(plan)) - 1] / (1 - one**t)
+            params[name] = torch.addcdiv(params[name], ms[name], size, value=-length)
+        return State(params, state.buffers), State(ms), State(vs), State({"t": done + 1}), *centre
+
+    return step
+
+
+def distill(
+    model: LaneModel,
+    student: State,
+    teachers: State,
+    images: Sequence[Tensor | Stem],
+    options: Distill,
+    multilabel: bool,
+    key: int,
+    lanes_at_once: int = 0,
+    round: int = 0,
+) -> tuple[State, Tensor]:
+    """Adam on the student (one lane) -> as lanes the candidates of `options.judged()`, without a guard that of the last
+    step alone; and the KL trace `[steps]`. Nothing is read, so that a GPU need not be waited for yet.
+
+    `images` are the chunks, prepared: a round goes through them in turn; one of fewer steps than there are chunks goes
+    on where the round before it ended, so that all are used in time. Dropout is on in the student, as in any other
+    training; `key` is its random key. A candidate that is not finite is all NaN.
+    """
+    used = chunks_in(round, options.steps, len(images))
+    targets = teacher_logits(model, teachers, images, options.teacher_norm, lanes_at_once, used)
+    if len(used) < len(images):  # what is not asked for is nothing
+        blank = targets.new_zeros(len(images), *targets.shape[1:])
+        targets = blank.index_copy_(0, sent(torch.tensor(used), model.device), targets)
+    like = next(iter(student.params.values()))
+    keys = sent(torch.tensor([key], dtype=torch.int64), model.device)
+    zeros = State({n: torch.zeros_like(p) for n, p in student.params.items()})
+    how = Options(norm="train" if options.student_norm == "batch" else "running", weight_decay=options.weight_decay)
+    loss, update = _loss(options.temperature, multilabel), _adam(options, model.device, like.dtype)
+
+    def begun(step: int) -> tuple[State, ...]:
+        count = State({"t": torch.full((1, 1), step, dtype=torch.float64, device=model.device)})
+        return student, zeros, zeros, count, *([State(student.params)] if options.pull else [])
+
+    def trained(states: tuple[State, ...], first: int, steps: int) -> Result:
+        batches = PublicBatches(images, targets, keys, options.steps, used[0] + first)
+        return loop(model, states, batches, loss, [steps], update, how, ("distill", options))
+
+    states, done, traces = begun(0), 0, list[Tensor]()
+    kept = [student] * (len(options.judged()) - len(options.snapshots())) if options.guard != "none" else []
+    if len(kept) > 1 and student.buffers:
+        still = trained(begun(options.steps), 0, min(options.steps, STATISTICS)).state
+        kept[1] = State(student.params, still.buffers)
+    finite = [torch.ones(1, dtype=torch.bool, device=model.device)] * (1 + len(kept))  # the first is nobody's
+    for step in options.snapshots():
+        found = trained(states, done, step - done)
+        states, done = found.states, step
+        finite.append(finite[-1] & found.finite)
+        traces.append(found.trace[:, 0])
+        kept.append(State(states[0].params, (student if options.keep_stats == "average" else states[0]).buffers))
+    candidates, good = stack(*kept), torch.cat(finite[1:])
+    params = {n: torch.where(good.view(-1, *[1] * (p.dim() - 1)), p, torch.nan) for n, p in candidates.params.items()}
+    return State(params, candidates.buffers), torch.cat(traces)
+
+
+@dataclass
+class Server:
+    """What a method sees of the server in one round: the mean, the public data, the guard."""
+
+    model: LaneModel
+    images: Sequence[Tensor | Stem]  # prepared public chunks; empty where there are none
+    options: Distill
+    multilabel: bool
+    round: int
+    seed: int
+    score: Callable[[State], Tensor]  # candidates -> losses [candidates, judges], NaN where a judge has no data
+    clients: int = 1  # how many there are, sampled or not
+    weights: Sequence[float] | None = None  # sample counts of the uploads, where weighting asks for them
+    lanes_at_once: int = 0  # teachers in one pass; 0 is all
+    log: dict[str, object] | None = None  # what the distillation did, for metrics.jsonl
+
+    def distill(self, student: State, teachers: State) -> State:
+        """R steps from `student`, then the guard. Returns the student unchanged where nothing is to be done."""
+        o = self.options
+        if o.steps == 0 or (o.rounds and self.round >= o.rounds):
+            return student
+        if not self.images:
+            raise ValueError("distillation needs public images: set distill.data, or distill.steps=0")
+        key = key_of(self.seed, self.round, "distill")
+        found, trace = distill(
+            self.model, student, teachers, self.images, o, self.multilabel, key, self.lanes_at_once, self.round
+        )
+        good = torch.stack([t.isfinite().all(1) for t in flattened(found).flat or ()]).all(0)
+        losses = self.score(found) if o.guard != "none" else None
+        finite = good.cpu()  # here a GPU is waited for: all its work of this round was given to it
+        self.log = {"kl_first": float(trace[0]), "kl_last": float(trace[-1])}
+        if losses is None:
+            self.log["diverged"] = not bool(finite[-1])
+            return found if finite[-1] else student
+        steps, judges = list(o.judged()), ~losses[0].isnan()  # a judge without data has no opinion on anything
+        judged = losses[:, judges].mean(1) if judges.any() else torch.zeros(len(steps))
+        judged[1:][~finite[1:]] = torch.inf
+        best = int(judged.nan_to_num(nan=torch.inf).argmin())  # the first of equals: the plain average
+        known = [x if judges.any() and math.isfinite(x) else None for x in judged.tolist()]
+        self.log |= {"guard_steps": steps, "guard_losses": known, "guard_chose": steps[best]}
+        if o.keep_stats == "student":  # 0 steps may be the plain average, or that with statistics of the public images
+            self.log["guard_index"] = best
+        return found.map(lambda t: t[best : best + 1].clone())
