@@ -107,7 +107,7 @@ def replayed() -> Iterator[Callable[[], float]]:
 
 def step_times(sim: Simulation, repeats: int = 5) -> dict[int, list[float]]:
     """Milliseconds of one recorded step, by lanes; `repeats` means of 20 steps."""
-    loop = next(iter(sim.model.__dict__["replays"].values()))
+    loop = next(iter(sim.model.replays.values()))
 
     def some(width: int) -> None:
         loop.run.at.zero_()
@@ -145,7 +145,7 @@ def measured(args: argparse.Namespace, public: Path) -> dict[str, Any]:
         rounds = [one_round(sim, spent, since) for _ in range(args.rounds)]
     evaluations = [timed(sim.evaluate) for _ in range(2)]
     print(f"evaluation: {evaluations[0]:.2f} s, then {evaluations[1]:.2f} s", flush=True)
-    steps = step_times(sim) if sim.model.__dict__.get("replays") else {}
+    steps = step_times(sim) if sim.model.replays else {}
     for width, found in steps.items():
         print(f"{width:3} lanes: {found[len(found) // 2]:.3f} ms [{found[0]:.3f}–{found[-1]:.3f}]", flush=True)
     return {"rounds_s": rounds, "evaluation_s": evaluations, "step_ms": steps}

@@ -22,11 +22,11 @@ from .lanes import (
     LaneModel,
     State,
     bytes_per_lane,
-    fast_kernels,
     gather,
     get_ready,
     key_of,
     on_cpu,
+    ops_for,
     repeat,
     rng_of,
     scatter,
@@ -278,7 +278,7 @@ def prepare(
         sim.lanes, line = lanes_at_once(sim)
         say(line)
     say(federation.about_images())  # last: a refusal is one line
-    if device.type == "cuda" and fast_kernels(device) is None:
+    if device.type == "cuda" and not ops_for(device).fast:
         say("warning: no Triton here, so no kernels for lanes: the same results, slower")
     return sim
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .fast import fast_kernels
 from .model import LaneModel
 from .schedule import cheapest, waste
 from .state import State, flattened, sent
@@ -65,7 +64,7 @@ def recorded(
         (n, s.lanes == lanes, tuple(t.shape[1:])) for s in start for n, t in {**s.params, **s.buffers}.items()
     )
     whole = (key, options, slots, shapes, batches.shape(), loss)
-    kept: dict[Hashable, Replay] = model.__dict__.setdefault("replays", {})
+    kept = model.replays
     found = kept.pop(whole, None) or Replay(model, start, batches, loss, update, options, slots)
     while len(kept) >= KEPT:
         del kept[next(iter(kept))]
@@ -175,17 +174,14 @@ class Replay:
 
     def _record(self, width: int) -> None:
         """Twice in earnest on a stream of its own, as libraries choose and allocate on first use; then put back."""
-        run, kernels = self.run, fast_kernels(self.model.device)
-        if kernels is not None:
-            kernels.join(self.model.device)  # what an error has left open must not be waited for in a recording
+        run, ops = self.run, self.model.context.ops
+        ops.join(self.model.device)  # a recording must not wait for work that an error left unjoined
         standing = [t for s in run.states for t in s.flat or ()] + [run.finite, run.at, run.trace]
         held = [t.clone() for t in standing]
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            if kernels is not None:
-                with kernels.compiling():
-                    self._one(width)
+            ops.compile(lambda: self._one(width))
             for _ in range(2):
                 for mine, kept in zip(standing, held, strict=True):
                     mine.copy_(kept)

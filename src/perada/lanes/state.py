@@ -200,9 +200,14 @@ def part(state: State, key: str) -> State:
     )
 
 
+def like(per_lane: Tensor, other: Tensor) -> Tensor:
+    """`[K]` or `[K, 1]` -> `[K, 1, ...]` with as many dimensions as `other`."""
+    return per_lane.view(-1, *([1] * (other.dim() - 1)))
+
+
 def scale(tensor: Tensor, by: Tensor) -> Tensor:
     """`[K, ...]` with each lane multiplied by its own number; `by` is `[K]` or `[K, 1]`."""
-    return tensor * by.view(-1, *([1] * (tensor.dim() - 1)))
+    return tensor * like(by, tensor)
 
 
 def mix(a: State, b: State, share: Tensor) -> State:

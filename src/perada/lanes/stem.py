@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .ops import Statistics
 
 
 @dataclass(frozen=True)
@@ -61,20 +65,19 @@ class Stem:
         _, _, batch, height, width, channels = self.ends.shape
         return torch.Size((len(self.number) * batch, channels, height, width))
 
-    def normed(
-        self, affine: tuple[Tensor, Tensor], running: tuple[Tensor, Tensor], mode: str, momentum: float, eps: float
-    ) -> Tensor:
-        """ReLU(norm(x)), pooled: `[K·B, C, H, W]`. running `[K, C]`; affine `[K, C]`, or `[C]` where it is frozen."""
-        mean, var = running if mode == "running" else self.moments[self.number].unbind(1)
+    def normed(self, affine: tuple[Tensor, Tensor], statistics: Statistics) -> Tensor:
+        """Returns ReLU(norm(x)), pooled: `[K·B, C, H, W]`. affine `[K, C]`, or `[C]` where it is frozen."""
+        running = statistics.mean, statistics.var
+        mean, var = running if statistics.mode == "running" else self.moments[self.number].unbind(1)
         weight, bias = (t.to(mean.dtype) for t in affine)
-        scale = weight * torch.rsqrt(var + eps)
+        scale = weight * torch.rsqrt(var + statistics.eps)
         x = self.ends[self.number, 0]
         if self.ends.shape[1] == 2:
             x = torch.where(_spread(scale >= 0), x, self.ends[self.number, 1])
         y = F.relu((x - _spread(mean)) * _spread(scale) + _spread(bias.expand_as(mean)))
-        if mode == "train":
-            running[0].lerp_(mean, momentum)
-            running[1].lerp_(var * (self.pixels / (self.pixels - 1)), momentum)
+        if statistics.mode == "train":
+            running[0].lerp_(mean, statistics.momentum)
+            running[1].lerp_(var * (self.pixels / (self.pixels - 1)), statistics.momentum)
         return y.to(x.dtype).flatten(0, 1).permute(0, 3, 1, 2)
 
 

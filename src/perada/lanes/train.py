@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .fast import fast_kernels
-from .gradient import Batch, Gradient, Loss, Options, like
-from .model import Group, LaneModel
+from .gradient import Batch, Gradient, Loss, Options
+from .model import LaneModel
 from .replay import recorded
-from .state import State, gather, sent, stack, views
+from .state import State, gather, sent, stack
 
 Batches = Callable[[int, Tensor], Batch]
 """(step, lane numbers int64 `[k]`) -> their batch. Those that can be recorded (`replay.Static`) take steps int64 `[k]`,
 too."""
-
-
-@dataclass(frozen=True)
-class Pull:
-    """Adds `strength_k (p − towards)` to lane k's gradient: the gradient of `strength/2 ‖p − towards‖²`."""
-
-    towards: State  # one lane, or one for each
-    strength: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ def loop(
     otherwise one group of lanes is trained after another. With a key, a loop may also be run together with others
     (`pool.py`).
     """
-    _one_each(max(s.lanes for s in start), steps=steps)
+    check_lanes(max(s.lanes for s in start), steps=steps)
     job = Job(model, start, batches, loss, steps, update, options, key, slots)
     return alone(job) if model.pool is None or key is None or not any(steps) else model.pool.run(job)
 
@@ -178,119 +169,24 @@ class Run:
 def one_step(
     model: LaneModel, run: Run, batch: Batch, loss: Loss, update: Update, options: Options, width: int
 ) -> None:
-    """One update of the first `width` lanes, in place."""
+    """Updates the first `width` lanes once, in place."""
     gradient = Gradient(model, batch, loss, run.order[:width], options)
     old = run.prefix(width)
     with torch.enable_grad():
         new = update(gradient, old)
-    pairs = [(o, n) for a, b in zip(old, new, strict=True) for o, n in _changed(a, b)]
-    gradient.totals += [n.flatten(1).sum(1) for _, n in pairs if id(n) not in gradient.summed]
-    moves = _settled(run, gradient, width)
-    kernels = fast_kernels(model.device)
-    for write in gradient.pending:
-        write(moves)
-    for o, n in pairs:  # not a product with a mask: 0·NaN is NaN
-        if kernels is not None and o.dim() == 2 and o.is_contiguous() and n.is_contiguous():
-            kernels.keep(o, n, moves)
-        else:
-            o.copy_(torch.where(like(moves, n), n, o))
-
-
-def _settled(run: Run, gradient: Gradient, width: int) -> Tensor:
-    """Which of the first lanes move, bool `[width]`: they have steps left and are finite. Keeps their losses and counts
-    the step."""
-    counts, at, finite = run.counts[:width], run.at[:width], run.finite[:width]
+    replaced = [pair for a, b in zip(old, new, strict=True) for pair in _changed(a, b)]
+    changes = [*gradient.changes, *(gradient.ops.replace(o, n) for o, n in replaced)]
     losses = torch.zeros_like(run.trace[0, :width]) if gradient.losses is None else gradient.losses
-    total = torch.stack([t.to(losses.dtype) for t in gradient.totals]).sum(0) if gradient.totals else losses
-    kernels = fast_kernels(finite.device)
-    if kernels is not None:
-        return kernels.settle(counts, at, finite, losses, total, run.trace)  # type: ignore[no-any-return]
-    going = counts > at
-    moves = going & finite & losses.isfinite() & total.isfinite()
-    finite.logical_and_(~going | moves)
-    run.trace[at, torch.arange(width, device=at.device)] = torch.where(going, losses, torch.nan)
-    at += going
-    return moves
+    totals = [t.to(losses.dtype) for t in (*gradient.totals, *(c.total for c in changes))]
+    total = torch.stack(totals).sum(0) if totals else losses
+    counts, at, finite = run.counts[:width], run.at[:width], run.finite[:width]
+    moves = gradient.ops.settle(counts, at, finite, losses, total, run.trace)
+    for change in changes:
+        change.write(moves)
 
 
-def sgd(
-    model: LaneModel,
-    start: State,
-    batches: Batches,
-    loss: Loss,
-    lr: Sequence[float],
-    steps: Sequence[int],
-    pull: Pull | None = None,
-    options: Options = Options(),
-    of: Group | None = None,
-    slots: int = 0,
-) -> Result:
-    """Train lane k for `steps[k]` steps of size `lr[k]`: gradient, clipping, decay, pull, momentum, in this order.
-
-    `of` names the group that is trained; the rest of a lane stays as it is, running statistics too.
-    """
-    first = next(iter(start.params.values()))
-    _one_each(start.lanes, lr=lr, **({"pull strength": pull.strength} if pull else {}))
-
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=first.dtype, device=first.device).unsqueeze(1)
-
-    numbers = {"lr": column(lr)} | ({"pull": column(pull.strength)} if pull else {})
-    velocity = State({n: torch.zeros_like(p) for n, p in start.params.items()} if options.momentum else {})
-    centre = pull.towards.only(start.params, ()) if pull else State()
-    cache: dict[str, Tensor] = {}
-
-    def update(gradient: Gradient, states: tuple[State, ...]) -> tuple[State, ...]:
-        state, speed, towards, each = states
-        grads, state = gradient(state, of)
-        with torch.no_grad():
-            if gradient.flat is not None and not options.momentum:
-                if pull and "pulled" not in cache:  # made before a step is recorded, as it stays the same
-                    cache["pulled"] = _columns(state, grads)
-                towards_ = (towards.flat[0], each.params["pull"], cache["pulled"]) if pull and towards.flat else None
-                return _flat_step(state, gradient, each.params["lr"], towards_), speed, towards, each
-            params, speeds = dict(state.params), dict(speed.params)
-            for name, g in grads.items():
-                p = params[name]
-                if pull:
-                    g = g + like(each.params["pull"], p) * (p - towards.params[name])
-                if options.momentum:
-                    g = speeds[name] = options.momentum * speeds[name] + g
-                params[name] = torch.addcmul(p, g, like(each.params["lr"], g), value=-1.0)
-        return State(params, state.buffers), State(speeds), towards, each
-
-    begin = (start, velocity, centre, State(numbers))
-    done = loop(model, begin, batches, loss, steps, update, options, ("sgd", of, bool(pull)), slots)
-    return replace(done, states=done.states[:1])
-
-
-def _columns(state: State, names: Iterable[str]) -> Tensor:
-    """Ones `[n]` where these parameters lie in the flat tensor, zeros elsewhere."""
-    assert state.flat is not None
-    where = torch.zeros_like(state.flat[0][:1])
-    for name, view in views(state.params, where).items():
-        view.fill_(float(name in names))
-    return where[0]
-
-
-def _flat_step(state: State, gradient: Gradient, rates: Tensor, pull: tuple[Tensor, ...] | None) -> State:
-    """The same for all parameters at once, where they lie side by side; what is not trained has no gradient. A kernel
-    writes over them when it is known which lanes move.
-
-    pull: the centre, its strengths, and ones where it pulls."""
-    assert state.flat is not None
-    assert gradient.flat is not None
-    p, g, kernels = state.flat[0], gradient.flat, fast_kernels(gradient.flat.device)
-    if kernels is not None and p.is_contiguous():
-        gradient.totals.append(kernels.length(g, rates, pull))
-        gradient.pending.append(lambda moves: kernels.sgd_step(p, g, rates, pull, moves))
-        return state
-    g = g.to(p.dtype)
-    g = g if pull is None else g + pull[1] * (p - pull[0]) * pull[2]
-    return state.with_flat(torch.addcmul(p, g, rates, value=-1.0), state.flat[1])
-
-
-def _one_each(lanes: int, **given: Sequence[float]) -> None:
+def check_lanes(lanes: int, **given: Sequence[float]) -> None:
+    """Raises ValueError unless there is one value per lane."""
     for what, values in given.items():
         if len(values) != lanes:
             raise ValueError(f"{what}: {len(values)} values for {lanes} lanes")

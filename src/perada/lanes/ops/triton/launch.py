@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .elsewhere import asking, remember
+from .compile_pool import asking, remember
 
 INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # then there is nothing to compile
 

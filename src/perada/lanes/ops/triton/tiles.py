@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .beside import is_beside
+from ..plain import Statistics
 from .launch import launch
+from .side_stream import is_beside
 
 
 @triton.jit
@@ -135,16 +136,6 @@ def kept(key, r, c, channels, pixels, threshold, POWER: tl.constexpr):
     return _mixed32(key, row[:, None] + column[None, :]).to(tl.int32, bitcast=True) >= threshold
 
 
-class Statistics(NamedTuple):
-    """A norm's running statistics `[K, C]`, and what is done with them: `how` is a `layers.Norm`."""
-
-    mean: Tensor
-    var: Tensor
-    how: str
-    momentum: float
-    eps: float
-
-
 class Tiles(NamedTuple):
     """How the work of one norm is cut into blocks; the numbers are the fastest of many on an H200."""
 
@@ -234,6 +225,6 @@ def take_statistics(x: Tensor, mean: Tensor, rstd: Tensor, running: Statistics, 
     launch(
         _sums, (cut.lanes, cut.columns, cut.parts),
         x, part, mean, rstd, running.mean, running.var, tickets(x.device), cut.rows, cut.channels, cut.parts, cut.chunk,
-        cut.loops, running.mean.stride(0), MOMENTUM=running.momentum, EPS=running.eps, KEEP=running.how == "train",
+        cut.loops, running.mean.stride(0), MOMENTUM=running.momentum, EPS=running.eps, KEEP=running.mode == "train",
         ACC=acc, EVEN=cut.even, UNROLL=UNROLL, MOST=MOST, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
     )  # fmt: skip

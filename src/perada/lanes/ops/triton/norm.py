@@ -5,7 +5,7 @@ Where a program can hold all rows of some channels a norm is one kernel forward 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -13,12 +13,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..random import dropout_threshold, folding
+from ...random import dropout_threshold, folding
+from ..plain import Statistics
 from .launch import launch
 from .tiles import (
     MOST,
     UNROLL,
-    Statistics,
     Tiles,
     kept,
     lane_values,
@@ -31,6 +31,9 @@ from .tiles import (
     tiles,
     wide,
 )  # fmt: skip
+
+if TYPE_CHECKING:
+    from ...context import Slots
 
 
 @triton.jit
@@ -215,12 +218,12 @@ def normed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and 1/σ. x is channels_last; so is `copy`, into which x is copied."""
     running = how.running
-    cut = tiles(x, running.mean.shape[0], sums=running.how != "running")
+    cut = tiles(x, running.mean.shape[0], sums=running.mode != "running")
     acc, dtype = wide(x)
     mean = torch.empty(cut.lanes, cut.channels, dtype=dtype, device=x.device)
     rstd, y = torch.empty_like(mean), torch.empty_like(x)
     keys, salt, threshold, scale = dropout(how.drop, x)
-    if cut.parts > 1 and running.how != "running":
+    if cut.parts > 1 and running.mode != "running":
         take_statistics(x, mean, rstd, running, cut)
     cut = cut.spread(64)
     launch(
@@ -229,8 +232,8 @@ def normed(
         weight, bias, mean, rstd, running.mean, running.var, keys,
         cut.rows, cut.channels, cut.pixels, stride_of(weight), running.mean.stride(0), salt, threshold,
         SCALE=scale, RELU=how.relu, ADD=add is not None, DROP=how.drop is not None, POWER=cut.power,
-        MOMENTUM=running.momentum, EPS=running.eps, KEEP=running.how == "train" and cut.parts == 1,
-        RUNNING=running.how == "running", COPY=copy is not None, ACC=acc, WHOLE=cut.parts == 1, BR=cut.block[0],
+        MOMENTUM=running.momentum, EPS=running.eps, KEEP=running.mode == "train" and cut.parts == 1,
+        RUNNING=running.mode == "running", COPY=copy is not None, ACC=acc, WHOLE=cut.parts == 1, BR=cut.block[0],
         BC=cut.block[1], num_warps=cut.warps,
     )  # fmt: skip
     return y, mean, rstd
@@ -320,15 +323,15 @@ class _Norm(torch.autograd.Function):
 
 
 def lane_norm(
-    x: Tensor, affine: tuple[Tensor, Tensor], running: Statistics, *, add: Tensor | None = None, relu: bool = False
+    x: Tensor,
+    affine: tuple[Tensor, Tensor],
+    running: Statistics,
+    slots: Slots,
+    *,
+    add: Tensor | None = None,
+    relu: bool = False,
 ) -> Tensor:
     """ReLU(norm(x) + add). With the running statistics there is no backward pass."""
-    how = How(running, relu, slots=(*map(slot_of, affine), None))
+    how = How(running, relu, slots=(*map(slots.take, affine), None))
     made: Tensor = _Norm.apply(x, *affine, add, how)  # type: ignore[no-untyped-call]
     return made
-
-
-def slot_of(parameter: Tensor) -> Tensor | None:
-    """Where this parameter's gradient is wanted (`train.Gradient`), for whoever asks first."""
-    found: Tensor | None = parameter.__dict__.pop("slot", None)
-    return found

@@ -6,7 +6,7 @@ nor its gradient is turned around.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .launch import launch
-from .norm import slot_of
 from .tiles import wide
+
+if TYPE_CHECKING:
+    from ...context import Slots
 
 _BLOCK = 64  # pixels a program
 
@@ -144,8 +146,9 @@ class _LaneConv(torch.autograd.Function):
         return dx, dweight, None, None
 
 
-def lane_conv(x: Tensor, weight: Tensor, stride: int, padding: tuple[int, int]) -> Tensor:
+def lane_conv(x: Tensor, weight: Tensor, stride: int, padding: tuple[int, int], slots: Slots | None = None) -> Tensor:
     """x `[K·B, I, H, W]`, weight `[K, O, I, h, w]` -> `[K·B, O, H', W']`."""
     window = _Window.of(x.shape[2:], weight.shape[3:], stride, padding)
-    made: Tensor = _LaneConv.apply(x, weight, window, slot_of(weight))  # type: ignore[no-untyped-call]
+    slot = None if slots is None else slots.take(weight)
+    made: Tensor = _LaneConv.apply(x, weight, window, slot)  # type: ignore[no-untyped-call]
     return made

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..random import folding
+from ...random import folding
 from .launch import launch, only_compiling
 from .tiles import drawn, mixed, wide
 

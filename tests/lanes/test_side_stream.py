@@ -13,9 +13,9 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is a Linux package", allow_module_level=True)
 
-from perada.lanes import fast, kernels, side_by_side
+from perada.lanes import side_by_side
+from perada.lanes.ops.triton import side_stream as module
 
-module = sys.modules["perada.lanes.kernels.beside"]  # not the function of the same name
 GPU = torch.device("cuda", 0)
 
 
@@ -59,8 +59,6 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_side_by_side(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "fast_kernels", lambda device: kernels)
-
     def layer(name: str) -> Any:
         def run(x: Thing) -> Thing:
             log.append(f"{name}, beside: {module.is_beside(GPU)}")

@@ -6,7 +6,7 @@ not augmented come as a `Stem`, pooled.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -14,10 +14,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..stem import Stem
+from ...stem import Stem
+from ..plain import Statistics
 from .launch import launch
-from .norm import How, affine_sums, grads_of, slot_of, stride_of, unslotted
-from .tiles import Statistics, lane_values, take_statistics, tiles, wide
+from .norm import How, affine_sums, grads_of, stride_of, unslotted
+from .tiles import lane_values, take_statistics, tiles, wide
+
+if TYPE_CHECKING:
+    from ...context import Slots
 
 _BR = 64  # pooled pixels in a block
 
@@ -70,14 +74,14 @@ class _NormAndPool(torch.autograd.Function):
         acc, dtype = wide(x)
         mean = torch.empty(cut.lanes, channels, dtype=dtype, device=x.device)
         rstd = torch.empty_like(mean)
-        if running.how != "running":
+        if running.mode != "running":
             take_statistics(x, mean, rstd, running, cut)
         out_rows, across = n // cut.lanes * out[0] * out[1], min(32, triton.next_power_of_2(channels))
         launch(
             _pooled, (cut.lanes, triton.cdiv(out_rows, _BR), triton.cdiv(channels, across)),
             x, y, chosen, weight, bias, mean, rstd, running.mean, running.var, cut.rows, out_rows, channels,
             height, width, *out, stride_of(weight), running.mean.stride(0), EPS=running.eps,
-            RUNNING=running.how == "running", ACC=acc, BR=_BR, BC=across, num_warps=8,
+            RUNNING=running.mode == "running", ACC=acc, BR=_BR, BC=across, num_warps=8,
         )  # fmt: skip
         ctx.save_for_backward(chosen, weight, bias, mean, rstd)
         ctx.slots, ctx.running = slots, running
@@ -98,9 +102,9 @@ def _affine_gradients(ctx: Any, g: Tensor, wanted: tuple[bool, ...]) -> list[Any
     return unslotted(found, ctx.slots, wanted)
 
 
-def norm_and_pool(x: Tensor, affine: tuple[Tensor, Tensor], running: Statistics) -> Tensor:
+def norm_and_pool(x: Tensor, affine: tuple[Tensor, Tensor], running: Statistics, slots: Slots) -> Tensor:
     """MaxPool(ReLU(norm(x))) with windows of 3×3, stride 2 and padding 1, of x that needs no gradient."""
-    made: Tensor = _NormAndPool.apply(x, *affine, running, tuple(map(slot_of, affine)))  # type: ignore[no-untyped-call]
+    made: Tensor = _NormAndPool.apply(x, *affine, running, tuple(map(slots.take, affine)))  # type: ignore[no-untyped-call]
     return made
 
 
@@ -149,7 +153,7 @@ class _StemNorm(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, weight: Tensor, bias: Tensor, stem: Stem, running: Statistics, slots: tuple[Tensor | None, ...]
     ) -> Tensor:
-        ends, save = stem.ends, running.how != "running"
+        ends, save = stem.ends, running.mode != "running"
         y = torch.empty(stem.shape, dtype=ends.dtype, device=ends.device, memory_format=torch.channels_last)
         cut = tiles(y, running.mean.shape[0], sums=False)
         acc, dtype = wide(y)
@@ -160,7 +164,7 @@ class _StemNorm(torch.autograd.Function):
             _stem, block.grid,
             ends, stem.moments, stem.number, x, y, weight, bias, mean, rstd, running.mean, running.var,
             cut.rows, cut.channels, stem.pixels, stride_of(weight), running.mean.stride(0), MOMENTUM=running.momentum,
-            EPS=running.eps, KEEP=running.how == "train", RUNNING=not save, SIDES=ends.shape[1], SAVE=save, ACC=acc,
+            EPS=running.eps, KEEP=running.mode == "train", RUNNING=not save, SIDES=ends.shape[1], SAVE=save, ACC=acc,
             BR=block.block[0], BC=block.block[1], num_warps=block.warps,
         )  # fmt: skip
         ctx.save_for_backward(x, weight, bias, mean, rstd)
@@ -173,7 +177,7 @@ class _StemNorm(torch.autograd.Function):
         return *_affine_gradients(ctx, g, ctx.needs_input_grad[:2]), None, None, None
 
 
-def stem_norm(stem: Stem, affine: tuple[Tensor, Tensor], running: Statistics) -> Tensor:
+def stem_norm(stem: Stem, affine: tuple[Tensor, Tensor], running: Statistics, slots: Slots) -> Tensor:
     """ReLU(norm(x)) of what is pooled: `[K·B, C, H, W]`."""
-    made: Tensor = _StemNorm.apply(*affine, stem, running, tuple(map(slot_of, affine)))  # type: ignore[no-untyped-call]
+    made: Tensor = _StemNorm.apply(*affine, stem, running, tuple(map(slots.take, affine)))  # type: ignore[no-untyped-call]
     return made

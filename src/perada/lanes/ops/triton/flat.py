@@ -96,7 +96,7 @@ def _adam(
     g = tl.load(g_ptr + at, mask=mask, other=0.0).to(p_ptr.dtype.element_ty)
     m += (1 - ONE) * (g - m)
     v += (1 - TWO) * (g * g - v)
-    p -= tl.load(row) * m / (tl.sqrt(v) * tl.load(row + 1) + EPS)
+    p -= tl.load(row) * m / (tl.sqrt(v) / tl.load(row + 1) + EPS)
     tl.store(p_out + at, p, mask=mask)
     tl.store(m_out + at, m, mask=mask)
     tl.store(v_out + at, v, mask=mask)
@@ -108,8 +108,8 @@ def _adam(
 def adam_step(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, done: Tensor, table: Tensor, betas: tuple[float, float], eps: float
 ) -> tuple[Tensor, ...]:
-    """The new p, m and v, `[K, n]`: p − rate · m / (√v · scale + ε), and how many steps are done, `[K, 1]`; and sums of
-    p, m and v, `[K]`. table `[steps, 2]` holds a step's rate and scale, which have the bias corrections in them."""
+    """Returns the new p, m and v `[K, n]`, where p is p − rate · m / (√v / root + ε); the steps done `[K, 1]`; and the
+    sums of p, m and v `[K]`. table `[steps, 2]` holds each step's rate and root (`Ops.adam`)."""
     out = torch.empty_like(p), torch.empty_like(p), torch.empty_like(p), done.new_empty(done.shape)
     total = torch.zeros(p.shape[0], dtype=p.dtype, device=p.device)
     launch(

@@ -6,7 +6,7 @@ norm is applied. With many a library takes it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -14,10 +14,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .beside import beside
+from ..plain import Statistics
 from .launch import launch
-from .norm import Drop, How, dropout, gradients, normed, slot_of, stride_of, unslotted
-from .tiles import WHOLE, Statistics, kept, lane_values, mixed, take_statistics, tiles, wide
+from .norm import Drop, How, dropout, gradients, normed, stride_of, unslotted
+from .side_stream import beside
+from .tiles import WHOLE, kept, lane_values, mixed, take_statistics, tiles, wide
+
+if TYPE_CHECKING:
+    from ...context import Slots
 
 
 @triton.jit
@@ -62,7 +66,7 @@ def _at_once(
     acc, dtype = wide(x)
     mean = torch.empty(cut.lanes, cut.channels, dtype=dtype, device=x.device)
     rstd, y = torch.empty_like(mean), torch.empty_like(x)
-    if running.how != "running":
+    if running.mode != "running":
         take_statistics(x, mean, rstd, running, cut)
     keys, salt, threshold, scale = dropout(how.drop, x)
     z = torch.empty_like(x) if save else y
@@ -70,7 +74,7 @@ def _at_once(
         _adapted, (cut.lanes, triton.cdiv(cut.rows, 64)),
         x, y, z, matrix, weight, bias, mean, rstd, running.mean, running.var, keys,
         cut.rows, cut.pixels, stride_of(weight), matrix.stride(0), running.mean.stride(0), salt, threshold,
-        SCALE=scale, DROP=how.drop is not None, POWER=cut.power, EPS=running.eps, RUNNING=running.how == "running",
+        SCALE=scale, DROP=how.drop is not None, POWER=cut.power, EPS=running.eps, RUNNING=running.mode == "running",
         SAVE=save, ACC=acc, BR=64, C=cut.channels, num_warps=4,
     )  # fmt: skip
     return y, z, mean, rstd
@@ -122,11 +126,11 @@ def _image(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def lane_adapter(
-    x: Tensor, affine: tuple[Tensor, Tensor], running: Statistics, matrix: Tensor, drop: Drop | None
+    x: Tensor, affine: tuple[Tensor, Tensor], running: Statistics, matrix: Tensor, drop: Drop | None, slots: Slots
 ) -> Tensor:
     """`x + dropout(norm(x)) Wᵀ`, matrix `[K, C, C, 1, 1]`."""
-    slot = slot_of(matrix)
-    slots = (*map(slot_of, affine), None if slot is None else slot.flatten(2))
-    how = How(running, drop=drop, slots=slots)
+    slot = slots.take(matrix)
+    places = (*map(slots.take, affine), None if slot is None else slot.flatten(2))
+    how = How(running, drop=drop, slots=places)
     made: Tensor = _Adapter.apply(x, *affine, matrix.flatten(2), how)  # type: ignore[no-untyped-call]
     return made
