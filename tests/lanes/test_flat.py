@@ -13,8 +13,7 @@ from helpers import assert_close_norm
 if sys.platform != "linux":
     pytest.skip("Triton is a Linux package", allow_module_level=True)
 
-from perada.lanes.ops import PLAIN, Change, Ops, Pulled
-from perada.lanes.ops.triton import flat
+from perada.lanes.ops import PLAIN, AdamPlan, Change, Ops, Pulled
 
 from .test_triton import TRITON, K, draw, refused
 
@@ -44,7 +43,9 @@ def test_adam_is_torchs() -> None:
         for k in range(2):
             leaves[k].grad = g[k].clone()
             plain[k].step()
-        p, m, v, done, total = flat.adam_step(p, g, m, v, done, table, betas, 1e-8)
+        (change,) = TRITON.adam([p], [g], [m], [v], done, AdamPlan(table, betas, 1e-8))
+        total = change.total
+        change.write(torch.tensor([True, True]))
         assert_close_norm(total, (p + m + v).sum(1), 1e-12)
         assert done.flatten().tolist() == [t, t + 1]
     for k in range(2):
@@ -61,10 +62,12 @@ def test_a_step_on_everything_at_once(centre: str, size: int) -> None:
     wanted = p - rates * (g if towards is None else g + pull * (p - towards) * where)
     wanted[1] = p[1]  # does not move
     before = p.clone()
-    given = None if towards is None else (towards, pull, where)
+    given = None if towards is None else Pulled([towards], pull, where)
     far = 0 if towards is None else (pull * towards * where).abs()
-    assert_close_norm(flat.length(g, rates, given), (rates.abs() * (g.abs() + far)).sum(1), 1e-12)
-    flat.sgd_step(p, g, rates, given, torch.tensor([True, False, True]))
+    (change,) = TRITON.sgd([p], [g], rates, given, 0.0, [])
+    assert_close_norm(change.total, (rates.abs() * (g.abs() + far)).sum(1), 1e-12)
+    assert torch.equal(p, before), "nothing is written yet"
+    change.write(torch.tensor([True, False, True]))
     assert_close_norm(p, wanted, 1e-14)
     assert torch.equal(p[1], before[1])
 
@@ -74,17 +77,21 @@ def test_a_step_that_is_not_finite_shows_in_its_length() -> None:
     p, g = draw(4, 6000), draw(4, 6000, seed=1)
     g[1, 5999], g[2, 0] = torch.nan, -torch.inf
     rates = torch.tensor([1.0, 1.0, 1.0, 1e308], dtype=torch.float64)[:, None]
-    assert flat.length(g, rates, None).isfinite().tolist() == [True, False, False, False]
+
+    def finite(pull: Pulled | None = None) -> list[bool]:
+        return TRITON.sgd([p], [g], rates, pull, 0.0, [])[0].total.isfinite().tolist()
+
+    assert finite() == [True, False, False, False]
     g[3] = 0.0
     p[3, 7], g[3, 7] = 1.5e308, -1.0  # finite, but not together
     before = p.clone()
-    assert flat.length(g, rates, None).isfinite().tolist() == [True, False, False, True]
-    flat.sgd_step(p, g, rates, None, torch.tensor([True, False, False, True]))
+    assert finite() == [True, False, False, True]
+    TRITON.sgd([p], [g], rates, None, 0.0, [])[0].write(torch.tensor([True, False, False, True]))
     assert p.isfinite().all()
     assert torch.equal(p[3], before[3])
-    pull = torch.full((1, 6000), torch.nan), torch.tensor([[0.0], [1.0], [1.0], [2.0]]), torch.ones(6000)
+    centre, strength = torch.full((1, 6000), torch.nan), torch.tensor([[0.0], [1.0], [1.0], [2.0]])
     g.zero_()
-    assert flat.length(g, rates, pull).isfinite().tolist() == [True, False, False, False]  # the first is not pulled
+    assert finite(Pulled([centre], strength, torch.ones(6000))) == [True, False, False, False], "the first has no pull"
 
 
 def test_the_last_word_of_a_step() -> None:
@@ -156,6 +163,6 @@ def test_adam(shape: tuple[int, ...]) -> None:
     done = torch.tensor([[0.0], [1.0], [9.0]]).double()
 
     def step(ops: Ops, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, done: torch.Tensor) -> list[Change]:
-        return ops.adam([p], [g], [m], [v], done, table, (0.9, 0.999), 1e-8)
+        return ops.adam([p], [g], [m], [v], done, AdamPlan(table, (0.9, 0.999), 1e-8))
 
     same([p, m, v.square(), done], step, kernels=len(shape) == 1)

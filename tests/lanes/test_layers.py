@@ -171,9 +171,9 @@ def test_columns_are_taken_where_they_fit(images: int, size: int, kernel: int, s
     """By the pixels of the output, of which a stem has a quarter, and by bytes; nothing is computed."""
     channels = 3 if kernel == 7 else 64
     x = torch.empty(images, channels, size, size, dtype=torch.bfloat16, device="meta")
-    weight = torch.empty(2, 64, channels, kernel, kernel, dtype=torch.bfloat16, device="meta")
-    form = choose("cuda", channels, 64, (size // stride) ** 2)
-    taken = uses_columns(x, weight, (stride, stride), (kernel // 2, kernel // 2), kernel=form)
+    layer = LaneConv2d(channels, 64, kernel, stride, kernel // 2, device="meta")
+    layer.weight = nn.Parameter(torch.empty(2, 64, channels, kernel, kernel, dtype=torch.bfloat16, device="meta"))
+    taken = uses_columns(x, layer, choose("cuda", channels, 64, (size // stride) ** 2))
     assert ("columns" if taken else "grouped") == wanted
 
 

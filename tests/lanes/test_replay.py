@@ -57,10 +57,10 @@ KERNELS = {
 
 def large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time for every block; test_triton.py has them as they are."""
-    from perada.lanes.ops.triton import conv, flat
+    from perada.lanes.ops.triton import columns, flat
 
     monkeypatch.setattr(flat, "_BLOCK", 1 << 17)
-    monkeypatch.setattr(conv, "_BLOCK", 1 << 13)
+    monkeypatch.setattr(columns, "_BLOCK", 1 << 13)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is a Linux package")

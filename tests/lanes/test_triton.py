@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from perada.data.federation import Client, Federation
 from perada.lanes import State, Stem, fold
 from perada.lanes import ops as seam
 from perada.lanes.context import Context, Norm, Slots
-from perada.lanes.layers import LaneBatchNorm, ResidualAdapter
+from perada.lanes.layers import LaneBatchNorm, LaneConv2d, ResidualAdapter
 from perada.lanes.ops import PLAIN, Ops, Statistics
 from perada.lanes.random import keep_mask
 from perada.lanes.state import flattened
@@ -27,7 +28,7 @@ if sys.platform != "linux":
     pytest.skip("Triton is a Linux package", allow_module_level=True)
 
 from perada.lanes.ops.triton import Triton, adapter, norm, tiles
-from perada.lanes.ops.triton.conv import lane_conv
+from perada.lanes.ops.triton.columns import product
 
 TRITON = Triton()
 K = 3
@@ -43,12 +44,12 @@ def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tens
 Made = tuple[Tensor, tuple[Tensor, ...]]
 
 
-def use(module: nn.Module, ops: Ops, norm: Norm, slots: Slots | None = None) -> nn.Module:
+def use(module: Any, ops: Ops, norm: Norm, slots: Slots | None = None) -> Any:
     """Puts the module's layers in one context."""
     context = Context(ops, norm, slots or Slots())
     for layer in module.modules():
         if hasattr(layer, "context"):
-            layer.context = context  # type: ignore[assignment]
+            layer.context = context
     return module
 
 
@@ -173,8 +174,10 @@ def test_the_elements_dropped_are_those_of_the_plain_path() -> None:
     keys, salt = torch.tensor([1, -(2**60), 77]), 1234
     zeros, ones = torch.zeros(K, 6, dtype=torch.float64), torch.ones(K, 6, dtype=torch.float64)
     noise = draw(K * 4, 6, 3, 2).contiguous(memory_format=torch.channels_last)
-    how = norm.How(Statistics(zeros.clone(), ones.clone(), "batch", 0.1, 1e-5), drop=norm.Drop(keys, salt, 0.4))
-    y, *_ = norm.normed(noise, zeros, ones, how, None)
+    settings = norm.Settings(
+        Statistics(zeros.clone(), ones.clone(), "batch", 0.1, 1e-5), drop=norm.Drop(keys, salt, 0.4)
+    )
+    y, *_ = norm.normed(noise, zeros, ones, settings, None)
     kept = keep_mask(fold(keys, salt), 4 * 6 * 3 * 2, 0.4).view(noise.shape)
     assert torch.equal(y != 0, kept)
     assert 0.5 < kept.double().mean() < 0.7
@@ -210,7 +213,10 @@ def test_convolutions_of_lanes(shape: tuple[int, ...], kernel: int, stride: int,
     for form in ("loop", "columns"):
         leaf, own = x.clone().requires_grad_(), state.params["w"].detach().requires_grad_()
         slots = Slots({"w": own}, grads.params if slotted and form == "columns" else {})
-        y = TRITON.conv(leaf, own, (stride, stride), (kernel // 2,) * 2, kernel=form, slots=slots)
+        layer = LaneConv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False, device="meta")
+        del layer.weight
+        layer.weight = own  # type: ignore[assignment]
+        y = TRITON.conv(leaf, use(layer, TRITON, "train", slots), form)
         dx, dw = torch.autograd.grad(
             (y * torch.arange(y.numel()).view(y.shape).cos()).sum(), (leaf, own), allow_unused=True
         )
@@ -233,7 +239,7 @@ def test_a_frozen_convolution_as_a_product_of_columns() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        got = lane_conv(leaves[0], layer.weight.unsqueeze(0), 2, (1, 1))
+        got = product(leaves[0], layer.weight.unsqueeze(0), layer)
     want = layer(leaves[1])
     weights = torch.arange(want.numel(), dtype=want.dtype).view(want.shape).cos()
     grads = [torch.autograd.grad((y * weights).sum(), leaf)[0] for y, leaf in zip((got, want), leaves, strict=True)]

@@ -135,9 +135,9 @@ class Federation:
     def _views(
         self, pool: Tensor, samples: Tensor, keys: Tensor, augment: Augment | None, dtype: torch.dtype
     ) -> Tensor:
-        mean, std = (_channels(values, dtype, self.device) for values in (self.mean, self.std))
+        colours = _channels(self.mean, dtype, self.device), _channels(self.std, dtype, self.device)
         draws = (SALT, DRAWS[augment], padding(pool)) if augment in DRAWS else None
-        return ops_for(self.device).views(pool, samples, keys, augment, draws, mean, std)
+        return ops_for(self.device).views(pool, samples, keys, augment, draws, colours)
 
     def label_counts(self) -> NDArray[np.int64]:
         """Training samples of each class at each client, `[clients, classes]`."""

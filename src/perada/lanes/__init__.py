@@ -1,6 +1,6 @@
-"""Folding: K copies of what is trained, one pass through what is frozen.
+"""Folding: K copies of what is trained, in one pass through what is frozen.
 
-Knows nothing of federated learning. See docs/architecture.md.
+This package knows nothing of federated learning. See docs/architecture.md.
 """
 
 from .context import Norm

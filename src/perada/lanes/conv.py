@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 COLUMNS = 256, 3 << 30  # limits of a product of columns on a GPU: pixels of the output map, bytes of columns
 Kernel = Literal["loop", "grouped", "unfold", "columns"]
@@ -38,26 +38,22 @@ def columns_fit(x: Tensor, out_pixels: int, taps: int) -> bool:
     return out_pixels <= COLUMNS[0] and size <= COLUMNS[1]
 
 
-def _out_size(
+def out_size(
     x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int]
-) -> list[int]:
-    taps = [dilation[i] * (weight.shape[3 + i] - 1) for i in (0, 1)]
-    return [(x.shape[2 + i] + 2 * padding[i] - taps[i] - 1) // stride[i] + 1 for i in (0, 1)]
+) -> tuple[int, int]:
+    """Returns height and width of the maps that a convolution gives."""
+    taps = [dilation[i] * (weight.shape[-2:][i] - 1) for i in (0, 1)]
+    down, right = ((x.shape[2 + i] + 2 * padding[i] - taps[i] - 1) // stride[i] + 1 for i in (0, 1))
+    return down, right
 
 
-def uses_columns(
-    x: Tensor,
-    weight: Tensor,
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int] = (1, 1),
-    kernel: Kernel | None = None,
-) -> bool:
-    """Returns whether a product of columns is the fastest way for this convolution, and fits in memory."""
+def uses_columns(x: Tensor, layer: nn.Conv2d, kernel: Kernel | None = None) -> bool:
+    """Returns whether a product of columns is the fastest way for this convolution of lanes, and fits in memory."""
+    weight, stride, padding = layer.weight, layer.stride, layer.padding
     one_tap = weight.shape[3:] == (1, 1) and padding == (0, 0)
-    if weight.shape[0] == 1 or one_tap or stride[0] != stride[1] or dilation != (1, 1):
+    if weight.shape[0] == 1 or one_tap or stride[0] != stride[1] or layer.dilation != (1, 1) or layer.groups != 1:
         return False
-    down, right = _out_size(x, weight, stride, padding, dilation)
+    down, right = out_size(x, weight, stride, padding, layer.dilation)  # type: ignore[arg-type]
     kernel = kernel or choose(x.device.type, weight.shape[2], weight.shape[1], down * right)
     return kernel == "columns" and columns_fit(x, down * right, weight.shape[3] * weight.shape[4])
 
@@ -79,7 +75,7 @@ def lane_conv2d(
         return F.conv2d(x, weight[0], None, stride, padding, dilation)
     if weight.shape[3:] == (1, 1) and padding == (0, 0):
         return lane_conv1x1(x[:, :, :: stride[0], :: stride[1]], weight.flatten(2))
-    out = _out_size(x, weight, stride, padding, dilation)
+    out = out_size(x, weight, stride, padding, dilation)
     kernel = kernel or choose(x.device.type, weight.shape[2], weight.shape[1], out[0] * out[1])
     if kernel == "loop":
         parts = zip(x.chunk(lanes), weight.unbind(), strict=True)

@@ -1,8 +1,8 @@
 """Lane-aware layers: the few that are trained or that mix samples.
 
-Activations are `[K·B, ...]`, lane-major. A layer learns K from its own tensors: a tensor with one more
-dimension than the layer's template carries lanes, one without is frozen and shared. With no lanes at all
-every layer is its ordinary torch counterpart, so a module with one lane loaded is a plain module.
+Activations are `[K·B, ...]`, lane-major. A layer sees K in its own tensors: a tensor with one more dimension than the
+layer's template holds lanes, any other is frozen and shared. Without lanes every layer is its ordinary torch
+counterpart, so a module that holds one lane's values is a plain module. Layers share their model's `Context`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .stem import Stem
 
 
 def along(tensor: Tensor, y: Tensor, lanes: int, axis: int) -> Tensor:
-    """A per-feature tensor, shaped to combine with y `[K·B, ...]`, its own axes at `axis` and after.
+    """Returns a per-feature tensor in a shape that broadcasts to y `[K·B, ...]`, its own axes at `axis` and after.
 
-    lanes=1: tensor is `[K, ...]` and each lane's samples get their lane's; lanes=0: it is frozen and shared.
+    lanes=1: the tensor is `[K, ...]`, and each sample gets its lane's; lanes=0: it is frozen and shared.
     """
     if lanes:
         tensor = tensor.repeat_interleave(y.shape[0] // tensor.shape[0], 0)
@@ -33,7 +33,7 @@ def along(tensor: Tensor, y: Tensor, lanes: int, axis: int) -> Tensor:
 
 
 class LaneLinear(nn.Linear):
-    """weight `[K, out, in]` and bias `[K, out]`, or frozen ones without K."""
+    """A linear layer with weight `[K, out, in]` and bias `[K, out]`, or frozen ones without K."""
 
     @classmethod
     def of(cls, layer: nn.Linear) -> LaneLinear:
@@ -51,7 +51,7 @@ class LaneLinear(nn.Linear):
 
 
 class LaneConv2d(nn.Conv2d):
-    """weight `[K, O, I, h, w]` or frozen; an `adapter`, if there is one, is applied to the output."""
+    """A convolution with weight `[K, O, I, h, w]`, or a frozen one; an `adapter`, if any, is applied to its output."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,10 +77,7 @@ class LaneConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         ops = self.context.ops
-        if self.weight.dim() == 4:
-            y = ops.frozen_conv(x, self)
-        else:
-            y = ops.conv(x, self.weight, self.stride, self.padding, self.dilation, slots=self.context.slots)  # type: ignore[arg-type]
+        y = ops.frozen_conv(x, self) if self.weight.dim() == 4 else ops.conv(x, self)
         if self.bias is not None:
             y = y + along(self.bias, y, self.bias.dim() - 1, 1)
         if self.adapter is not None:
@@ -91,7 +88,7 @@ class LaneConv2d(nn.Conv2d):
 class LaneBatchNorm(nn.Module):
     """Batch norm over `[K·B, C, ...]` with statistics per lane.
 
-    Running statistics `[K, C]` are a lane's own even where weight and bias `[C]` are frozen.
+    Each lane has its own running statistics `[K, C]`, even where weight and bias `[C]` are frozen.
     """
 
     running_mean: Tensor
@@ -131,7 +128,7 @@ class LaneBatchNorm(nn.Module):
 
 
 class LaneLayerNorm(nn.LayerNorm):
-    """weight and bias `[K, *shape]`, or frozen ones."""
+    """Layer norm with weight and bias `[K, *shape]`, or frozen ones."""
 
     @classmethod
     def of(cls, layer: nn.LayerNorm) -> LaneLayerNorm:
@@ -149,7 +146,7 @@ class LaneLayerNorm(nn.LayerNorm):
 class LaneDropout(nn.Module):
     """Dropout whose draws are a hash of (the lane's key, this layer's salt, the element's place in its lane).
 
-    `key` is handed over like a parameter, int64 `[K]`; without lanes it is ordinary dropout.
+    `key`, int64 `[K]`, is passed in like a parameter; without lanes this is ordinary dropout.
     """
 
     key: Tensor
@@ -170,7 +167,7 @@ class LaneDropout(nn.Module):
 
 
 class ResidualAdapter(nn.Module):
-    """`x + Conv1x1(Dropout(BN(x)))`, the identity up to 1e-4 when new."""
+    """`x + Conv1x1(Dropout(BN(x)))`, almost the identity when new. `Ops.adapter` computes it."""
 
     def __init__(self, channels: int, dropout: float, name: str) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .gradient import Gradient, Loss, Options
 from .model import Group, LaneModel
-from .ops import Pulled
+from .ops import AdamPlan, Pulled
 from .state import State, views
 from .train import Batches, Result, Update, check_lanes, loop
 
@@ -80,9 +80,8 @@ def adam(
     eps: float = 1e-8,
 ) -> Update:
     """Returns Adam as a loop's step on the states of `adam_states`. After its last rate it stands still."""
-    one, two = betas
-    plan = [[r / (1 - one**t), (1 - two**t) ** 0.5] for t, r in enumerate([*rates, 0.0], 1)]
-    table = torch.tensor(plan, dtype=dtype, device=device)
+    rows = [[r / (1 - betas[0] ** t), (1 - betas[1] ** t) ** 0.5] for t, r in enumerate([*rates, 0.0], 1)]
+    plan = AdamPlan(torch.tensor(rows, dtype=dtype, device=device), betas, eps)
 
     def update(gradient: Gradient, states: tuple[State, ...]) -> tuple[State, ...]:
         grads, state = gradient(states[0])
@@ -93,8 +92,7 @@ def adam(
             for towards in centre:  # parameters without a gradient are still at their centre
                 centres = _tensors(gradient, grads, towards)
                 flat = [g.to(p.dtype) + pull * (p - c) for g, p, c in zip(flat, params, centres, strict=True)]
-            done = count.params["t"]
-            gradient.changes += gradient.ops.adam(params, flat, firsts, seconds, done, table, betas, eps)
+            gradient.changes += gradient.ops.adam(params, flat, firsts, seconds, count.params["t"], plan)
         return state, *states[1:]
 
     return update

@@ -1,4 +1,4 @@
-"""Training K lanes at once: one loop over ragged lanes, and SGD on top of it."""
+"""Training K lanes at once: one loop over ragged lanes. Optimisers are in optim.py."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .replay import recorded
 from .state import State, gather, sent, stack
 
 Batches = Callable[[int, Tensor], Batch]
-"""(step, lane numbers int64 `[k]`) -> their batch. Those that can be recorded (`replay.Static`) take steps int64 `[k]`,
-too."""
+"""(step, lane numbers int64 `[k]`) -> their batch. Batches that can be recorded (`replay.Static`) also take a tensor of
+steps int64 `[k]`."""
 
 
 @dataclass(frozen=True)
 class Result:
     states: tuple[State, ...]
     trace: Tensor  # [steps, K], the loss of each lane at each step; NaN after a lane's last step
-    finite: Tensor  # bool [K]; the last finite state is kept of a lane that stopped being so
+    finite: Tensor  # bool [K]; a lane that stops being finite keeps its last finite state
 
     @property
     def state(self) -> State:
@@ -31,13 +31,13 @@ class Result:
 
     @property
     def failed(self) -> tuple[int, ...]:
-        """Lanes that stopped being finite. To ask is to wait for the loop's end."""
+        """Returns the lanes that stopped being finite. On a GPU, waits for the end of the loop."""
         return tuple(torch.nonzero(~self.finite).flatten().tolist())
 
 
 Update = Callable[[Gradient, tuple[State, ...]], tuple[State, ...]]
-"""One step of a method: states of the k lanes in this step -> their new states. A tensor handed back as it
-was given is left alone."""
+"""One step of a method: the states of k lanes -> their new states. A tensor that is returned as it was given stays. An
+optimiser may add to `gradient.changes` instead."""
 
 
 @torch.no_grad()
@@ -52,23 +52,22 @@ def loop(
     key: Hashable = None,
     slots: int = 0,
 ) -> Result:
-    """Take lane k of all states through `steps[k]` updates. `start` is not changed; a state of one lane is shared by
-    all and stays as it is.
+    """Takes lane k of all states through `steps[k]` updates. `start` is not changed. A state of one lane is shared by
+    all lanes and stays as it is.
 
-    slots: how many lanes there is room for at once; 0 is all.
-    key: says that another call with the same key, shapes and options would run the same `update`. On a GPU the steps
-    of such a loop are recorded once and replayed from then on (`replay.py`), and lanes take turns in the slots;
-    otherwise one group of lanes is trained after another. With a key, a loop may also be run together with others
-    (`pool.py`).
+    slots: how many lanes are trained at once; 0 is all.
+    key: promises that a call with the same key, shapes and options runs the same `update`. On a GPU the steps of such
+        a loop are recorded once and then replayed, and lanes take turns in the slots (`replay.py`). Such a loop may
+        also run together with others (`pool.py`). Without a key, one group of lanes is trained after another.
     """
-    check_lanes(max(s.lanes for s in start), steps=steps)
     job = Job(model, start, batches, loss, steps, update, options, key, slots)
+    check_lanes(job.lanes, steps=steps)
     return alone(job) if model.pool is None or key is None or not any(steps) else model.pool.run(job)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What `loop` was asked for."""
+    """The arguments of a `loop`."""
 
     model: LaneModel
     start: tuple[State, ...]
@@ -80,71 +79,58 @@ class Job:
     key: Hashable
     slots: int
 
+    @property
+    def lanes(self) -> int:
+        return max(s.lanes for s in self.start)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.start[0].params.values())).dtype
+
 
 @torch.no_grad()
 def alone(job: Job) -> Result:
-    """Run it."""
-    lanes, steps = max(s.lanes for s in job.start), job.steps
+    """Runs a job by itself."""
+    lanes, longest = job.lanes, max(job.steps, default=0)
     slots = min(job.slots or lanes, lanes)
-    if any(steps):
-        replay = recorded(
-            job.model, job.start, job.batches, job.loss, job.update, job.options, job.key, slots
-        )  # fmt: skip
-        if replay is not None:
-            return replay.train(job.start, job.batches, steps)
-    parts = []
-    for first in range(0, lanes, slots):
-        at = range(first, min(first + slots, lanes))
-        states = tuple(gather(s, at) if s.lanes == lanes else s for s in job.start)
-        count = [steps[k] for k in at]
-        parts.append(_group(job.model, states, job.batches, job.loss, count, job.update, job.options, at))
-    done = tuple(
-        stack(*(p.states[i] for p in parts)) if s.lanes == lanes else parts[-1].states[i]
-        for i, s in enumerate(job.start)
-    )
-    longest = max(steps, default=0)
+    replay = recorded(job, slots) if longest else None
+    if replay is not None:
+        return replay.train(job)
+    parts = [_group(job, range(first, min(first + slots, lanes))) for first in range(0, lanes, slots)]
+    states = tuple(stack(*(p.states[i] for p in parts)) if s.lanes == lanes else s for i, s in enumerate(job.start))
     trace = torch.cat([F.pad(p.trace, (0, 0, 0, longest - len(p.trace)), value=torch.nan) for p in parts], 1)
-    return Result(done, trace, torch.cat([p.finite for p in parts]))
+    return Result(states, trace, torch.cat([p.finite for p in parts]))
 
 
-def _group(
-    model: LaneModel,
-    start: tuple[State, ...],
-    batches: Batches,
-    loss: Loss,
-    steps: Sequence[int],
-    update: Update,
-    options: Options,
-    numbers: Sequence[int],
-) -> Result:
-    """All at once; `numbers` are what the lanes are called.
+def _group(job: Job, numbers: Sequence[int]) -> Result:
+    """Trains the lanes of these numbers at once.
 
-    Lanes are sorted by their number of steps, so the active ones are always a prefix and the work shrinks
-    as short lanes finish. A lane in the prefix that is finished or not finite is masked.
+    Lanes are sorted by their number of steps, so the active ones are always a prefix, and the work shrinks as short
+    lanes finish. A lane in the prefix that is finished or not finite is masked.
     """
-    counts = torch.tensor(steps)
+    counts = torch.tensor([job.steps[k] for k in numbers])
     order = torch.argsort(counts, descending=True, stable=True)
-    back, lanes = torch.argsort(order), len(steps)
-    states = tuple(gather(s, order) if s.lanes == lanes else s for s in start)
-    dtype = next(iter(start[0].params.values())).dtype
-    run = Run.of(states, torch.tensor(numbers)[order], counts[order], max(steps, default=0), dtype, model.device)
-    for step in range(max(steps, default=0)):
-        width = _width(int((counts > step).sum()), lanes, options.widths)
-        one_step(model, run, batches(step, run.order[:width]), loss, update, options, width)
-    done, here = tuple(gather(s, back) if s.lanes == lanes else s for s in run.states), back.to(model.device)
-    return Result(done, run.trace[:-1, here], run.finite[here])
+    back, lanes, longest = torch.argsort(order), torch.tensor(numbers)[order], int(counts.max())
+    own = [s.lanes == job.lanes for s in job.start]  # the others are shared by all lanes
+    states = tuple(gather(s, lanes) if mine else s for s, mine in zip(job.start, own, strict=True))
+    run = Run.of(states, lanes, counts[order], longest, job.dtype, job.model.device)
+    for step in range(longest):
+        width = _width(int((counts > step).sum()), len(lanes), job.options.widths)
+        one_step(job, run, job.batches(step, run.order[:width]), width)
+    done, here = zip(run.states, own, strict=True), back.to(job.model.device)
+    return Result(tuple(gather(s, back) if mine else s for s, mine in done), run.trace[:-1, here], run.finite[here])
 
 
 @dataclass
 class Run:
-    """A loop's tensors, a lane in each slot."""
+    """A loop's tensors, with one lane per slot."""
 
     states: tuple[State, ...]
     finite: Tensor  # bool [K]
-    order: Tensor  # int64 [K], which lane this is
+    order: Tensor  # int64 [K], the number of the lane
     counts: Tensor  # int64 [K], its steps
-    at: Tensor  # int64 [K], how many it has done
-    trace: Tensor  # [steps + 1, K], its losses; the last row is nobody's
+    at: Tensor  # int64 [K], its steps so far
+    trace: Tensor  # [steps + 1, K], its losses; the last row takes writes after a lane's last step
 
     @classmethod
     def of(
@@ -166,14 +152,12 @@ class Run:
         return tuple(s.first(width) if s.lanes == lanes else s for s in self.states)
 
 
-def one_step(
-    model: LaneModel, run: Run, batch: Batch, loss: Loss, update: Update, options: Options, width: int
-) -> None:
+def one_step(job: Job, run: Run, batch: Batch, width: int) -> None:
     """Updates the first `width` lanes once, in place."""
-    gradient = Gradient(model, batch, loss, run.order[:width], options)
+    gradient = Gradient(job.model, batch, job.loss, run.order[:width], job.options)
     old = run.prefix(width)
     with torch.enable_grad():
-        new = update(gradient, old)
+        new = job.update(gradient, old)
     replaced = [pair for a, b in zip(old, new, strict=True) for pair in _changed(a, b)]
     changes = [*gradient.changes, *(gradient.ops.replace(o, n) for o, n in replaced)]
     losses = torch.zeros_like(run.trace[0, :width]) if gradient.losses is None else gradient.losses

@@ -24,7 +24,7 @@ model is put on a device; layers, optimisers, losses and batches call it and nev
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .plain import Change, Ops, Pulled, Statistics, normalised
+from .plain import AdamPlan, Branch, Change, Ops, Pulled, Statistics, normalised
 
 if TYPE_CHECKING:
     from ..context import Context
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEVICES",
     "PLAIN",
+    "AdamPlan",
     "Change",
     "Ops",
     "Pulled",
@@ -77,9 +78,7 @@ def get_ready(device: torch.device) -> None:
     ops_for(device).get_ready(device)
 
 
-def side_by_side(
-    less: Callable[[Tensor], Tensor], more: Callable[[Tensor], Tensor], x: Tensor
-) -> tuple[Tensor, Tensor]:
+def side_by_side(less: Branch, more: Branch, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns `less(x)` and `more(x)`; a GPU computes both at the same time if it has room."""
     return ops_for(x.device).side_by_side(less, more, x)
 

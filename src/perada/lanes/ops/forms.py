@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..conv import columns_fit
+from ..conv import columns_fit, out_size
 
 Form = Literal["direct", "dense", "1x1", "stem", "columns"]
 
@@ -64,8 +64,7 @@ def dense_conv2d(x: Tensor, layer: nn.Conv2d, forms: Forms) -> Tensor:
         return made.permute(0, 2, 3, 1).flatten(1)
 
     matrix = forms.get(layer, ("dense", *x.shape[2:]), make)
-    kernel, stride, padding = layer.kernel_size, layer.stride, layer.padding
-    out = [(x.shape[2 + i] + 2 * int(padding[i]) - kernel[i]) // stride[i] + 1 for i in (0, 1)]
+    out = out_size(x, layer.weight, layer.stride, layer.padding, layer.dilation)  # type: ignore[arg-type]
     y = x.permute(0, 2, 3, 1).reshape(x.shape[0], -1) @ matrix
     return y.view(x.shape[0], *out, -1).permute(0, 3, 1, 2)
 

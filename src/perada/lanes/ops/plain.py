@@ -15,9 +15,15 @@ from ..state import like
 from . import forms
 
 if TYPE_CHECKING:
-    from ..context import Slots
-    from ..layers import LaneBatchNorm, ResidualAdapter
+    from ..layers import LaneBatchNorm, LaneConv2d, ResidualAdapter
     from ..stem import Stem
+
+Tensors = Sequence[Tensor]
+Branch = Callable[[Tensor], Tensor]
+Augment = Callable[[Tensor, Tensor], Tensor] | None
+Colours = tuple[Tensor, Tensor]  # mean and standard deviation, [C, 1, 1]
+Draws = tuple[int, int, int] | None
+"""(salt, draws per sample, largest shift) of an augmentation that a kernel knows; None for any other."""
 
 
 class Statistics(NamedTuple):
@@ -38,9 +44,18 @@ class Pulled(NamedTuple):
     where: for parameters in one flat tensor, ones `[n]` where it pulls and zeros elsewhere; else None.
     """
 
-    centres: Sequence[Tensor]
+    centres: Tensors
     strength: Tensor
     where: Tensor | None
+
+
+class AdamPlan(NamedTuple):
+    """Adam's settings. table `[steps, 2]`: each step's rate, which contains the first moments' bias correction, and the
+    root of the second moments' correction."""
+
+    table: Tensor
+    betas: tuple[float, float]
+    eps: float
 
 
 class Change(NamedTuple):
@@ -84,18 +99,9 @@ class Ops:
         added: Tensor = adapter.conv(adapter.dropout(adapter.norm(x)))
         return x + added
 
-    def conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        stride: tuple[int, int],
-        padding: tuple[int, int],
-        dilation: tuple[int, int] = (1, 1),
-        kernel: Kernel | None = None,
-        slots: Slots | None = None,
-    ) -> Tensor:
-        """Returns lane k's images convolved with lane k's weight `[K, O, I, h, w]`."""
-        return lane_conv2d(x, weight, stride, padding, dilation, kernel)
+    def conv(self, x: Tensor, layer: LaneConv2d, kernel: Kernel | None = None) -> Tensor:
+        """Returns lane k's images convolved with lane k's weight `[K, O, I, h, w]`, without the layer's bias."""
+        return lane_conv2d(x, layer.weight, layer.stride, layer.padding, layer.dilation, kernel)  # type: ignore[arg-type]
 
     def frozen_conv(self, x: Tensor, layer: nn.Conv2d) -> Tensor:
         """Returns all lanes' images convolved with the layer's one frozen weight, without its bias."""
@@ -112,14 +118,12 @@ class Ops:
         """Returns colour images in blocks of 2×2 pixels, for the stem's convolution (`forms.stem_weight`)."""
         return forms.blocks(x)
 
-    def side_by_side(
-        self, less: Callable[[Tensor], Tensor], more: Callable[[Tensor], Tensor], x: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def side_by_side(self, less: Branch, more: Branch, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns `less(x)` and `more(x)`."""
         return less(x), more(x)
 
     def join(self, device: torch.device) -> None:
-        """Waits for work on a second stream, before its results are read."""
+        """Waits for work on a second stream, before its results are used."""
 
     # Losses, per sample.
 
@@ -140,17 +144,14 @@ class Ops:
         pool: Tensor,
         samples: Tensor,
         keys: Tensor,
-        augment: Callable[[Tensor, Tensor], Tensor] | None,
-        draws: tuple[int, int, int] | None,
-        mean: Tensor,
-        std: Tensor,
+        augment: Augment,
+        draws: Draws,
+        colours: Colours,
     ) -> Tensor:
-        """Returns images of the pool by number, `[k, B]`, augmented and normalised: `[k·B, 3, H, W]`.
-
-        draws: (salt, draws per sample, largest shift) where a kernel knows the augmentation; None where it does not.
-        """
+        """Returns images of the pool by number, `[k, B]`, augmented with the lanes' keys and normalised by mean and
+        standard deviation: `[k·B, 3, H, W]`."""
         images = pool[samples.flatten()]
-        return normalised(images if augment is None else augment(images, keys), mean, std)
+        return normalised(images if augment is None else augment(images, keys), *colours)
 
     def client_batch(
         self, index: Tensor, row: Tensor, keys: Tensor, targets: Tensor, lanes: Tensor, step: int | Tensor
@@ -171,13 +172,7 @@ class Ops:
     # Training steps. Parameters come as a list: one tensor per name, or a single flat one that holds them all.
 
     def sgd(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        rates: Tensor,
-        pull: Pulled | None = None,
-        momentum: float = 0.0,
-        velocities: Sequence[Tensor] = (),
+        self, params: Tensors, grads: Tensors, rates: Tensor, pull: Pulled | None, momentum: float, velocities: Tensors
     ) -> list[Change]:
         """Returns the changes p − rate · v, where v = momentum · v + g, and g includes the pull. rates `[K, 1]`."""
         changes = []
@@ -193,27 +188,16 @@ class Ops:
         return changes
 
     def adam(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        firsts: Sequence[Tensor],
-        seconds: Sequence[Tensor],
-        done: Tensor,
-        table: Tensor,
-        betas: tuple[float, float],
-        eps: float,
+        self, params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, done: Tensor, plan: AdamPlan
     ) -> list[Change]:
-        """Returns the changes of one step of Adam (Kingma & Ba, 2015).
-
-        done: the steps taken so far, `[K, 1]`, which are counted here. table `[steps, 2]`: each step's rate and the
-        root of its second moments' bias correction, with the first moments' correction in the rate.
-        """
+        """Returns the changes of one step of Adam; `done` `[K, 1]` counts the steps taken."""
+        table, (one, two), eps = plan
         rate, root = table[done[:, 0].long().clamp(max=len(table) - 1)].unsqueeze(-1).unbind(1)
         changes = [self.replace(done, done + 1)]
         for p, g, first, second in zip(params, grads, firsts, seconds, strict=True):
             g = g.to(p.dtype)
-            m = torch.lerp(first, g, 1 - betas[0])
-            v = torch.addcmul(second * betas[1], g, g, value=1 - betas[1])
+            m = torch.lerp(first, g, 1 - one)
+            v = torch.addcmul(second * two, g, g, value=1 - two)
             new = p - like(rate, p) * m / (v.sqrt() / like(root, p) + eps)
             changes += [self.replace(p, new), self.replace(first, m), self.replace(second, v)]
         return changes
