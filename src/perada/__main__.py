@@ -2,9 +2,13 @@
 
 import sys
 
+from .machine import share_cores
+
 
 def script() -> None:
-    try:  # this takes two seconds, and people press Ctrl-C in them
+    """Run the `perada` command and exit with its code."""
+    share_cores()  # before the command line imports torch
+    try:  # the import takes two seconds, in which people press Ctrl-C
         from .cli.main import script as run
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -12,5 +16,5 @@ def script() -> None:
     run()
 
 
-if __name__ == "__main__":  # processes of `perada compare` import this module under another name
+if __name__ == "__main__":  # the worker processes of `perada compare` import this module under another name
     script()
