@@ -27,13 +27,14 @@ WAYS = {
     "spinning": {"GOMP_SPINCOUNT": "300000"},  # GNU OpenMP's default, which this variable restores
 }
 COMMAND = ("-m", "perada", "train", "digits", "--set", "run.shifts=false", "--set", "distill.steps=10")
+LOAD = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"  # never outlives this program
 OURS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 @contextmanager
 def load(processes: int) -> Iterator[None]:
-    """Keep so many processes busy; they end with the block."""
-    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    """Keeps so many processes busy; they end with the block."""
+    started = [subprocess.Popen([sys.executable, "-c", LOAD]) for _ in range(processes)]
     try:
         yield
     finally:
@@ -43,7 +44,7 @@ def load(processes: int) -> Iterator[None]:
 
 
 def seconds(variables: dict[str, str], rounds: int, limit: float) -> float:
-    """Return how long one training takes, or infinity if it is not done after `limit` seconds."""
+    """Returns how long one training takes, or infinity if it is not done after `limit` seconds."""
     clean = {k: v for k, v in os.environ.items() if k not in OURS}
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, *COMMAND, "--set", f"train.rounds={rounds}", "--out", f"{folder}/run"]

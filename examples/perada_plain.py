@@ -74,7 +74,7 @@ class ResNet8(nn.Module):
 
 
 def trained(net: nn.Module) -> dict[str, nn.Parameter]:
-    """Adapters, the affines of bn1 and bn2, and the head. All else is the frozen backbone.
+    """Returns the adapters, the affines of bn1 and bn2, and the head. All else is the frozen backbone.
 
     An adapter norm's bias is left out: it adds a constant to each channel, which the next batch norm subtracts.
     """
@@ -91,7 +91,7 @@ def adapter(net: nn.Module) -> Adapter:
 
 
 def sgd(net: nn.Module, start: Adapter, data: Sequence[Batch], lr: float, lam: float, centre: Adapter) -> Adapter:
-    """Train an adapter on L_m + λ/2 ‖adapter − centre‖², one SGD step per batch."""
+    """Trains an adapter on L_m + λ/2 ‖adapter − centre‖², one SGD step per batch."""
     net.load_state_dict(start, strict=False)
     net.train()
     params = trained(net)
@@ -105,7 +105,7 @@ def sgd(net: nn.Module, start: Adapter, data: Sequence[Batch], lr: float, lam: f
 
 @torch.no_grad()
 def teach(net: nn.Module, uploads: Sequence[Adapter], images: Tensor) -> Tensor:
-    """Return the mean of the clients' logits. They normalise with these images' statistics: their own mislead them."""
+    """Returns the mean of the clients' logits. They normalise with these images' statistics: their own mislead them."""
     net.eval()
     for layer in net.modules():
         if isinstance(layer, nn.BatchNorm2d):
@@ -118,7 +118,7 @@ def teach(net: nn.Module, uploads: Sequence[Adapter], images: Tensor) -> Tensor:
 
 
 def distill(net: nn.Module, w: Adapter, uploads: Sequence[Adapter], public: Sequence[Tensor], lr: float) -> Adapter:
-    """Adam on KL(softmax(teacher) ‖ softmax(student)), one step per public batch; w keeps its running statistics."""
+    """Trains w with Adam on KL(softmax(teacher) ‖ softmax(student)), one step per public batch; its statistics stay."""
     teachers = [teach(net, uploads, images) for images in public]
     net.load_state_dict(w, strict=False)
     net.train()
@@ -141,7 +141,7 @@ def perada(
     lr: float = 0.02,
     server_lr: float = 1e-3,
 ) -> Iterator[tuple[Adapter, list[Adapter]]]:
-    """Yield the global adapter w and the personal adapters v after every round.
+    """Yields the global adapter w and the personal adapters v after every round.
 
     cohort(t): the clients of round t; data(t, m): the batches of client m; public(t): the batches of the server.
     """

@@ -1,13 +1,22 @@
 """The `perada` command."""
 
+import os
 import sys
 
-from .machine import share_cores
+
+def share_cores() -> None:
+    """Lets OpenMP's threads sleep while they wait, unless the user has set `OMP_WAIT_POLICY`.
+
+    By default they wait in busy loops. On a machine with other work these loops take the cores from the threads that
+    are waited for, and a training almost stops. OpenMP reads the variable when torch is imported; child processes
+    inherit it. It affects the whole process, so only the command sets it: the library does not.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def script() -> None:
-    """Run the `perada` command and exit with its code."""
-    share_cores()  # before the command line imports torch
+    """Runs the command and exits with its code."""
+    share_cores()
     try:  # the import takes two seconds, in which people press Ctrl-C
         from .cli.main import script as run
     except KeyboardInterrupt:
