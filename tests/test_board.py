@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from perada.cli import main as cli
 from perada.report import tensorboard as board
+from perada.runs.folder import RunFolder
 
 
 def shown(folder: Path) -> dict[str, dict[int, float]]:
@@ -49,6 +50,20 @@ def test_tensorboard_shows_what_was_measured_and_no_round_twice(run: Path, tmp_p
     assert "round" not in found
     read = EventAccumulator(str(tmp_path / "mine")).Reload().Scalars("train_loss")
     assert [e.wall_time for e in read] == pytest.approx([r["seconds"] for r in rows])
+
+
+def test_events_are_appended_while_a_run_goes_on_and_no_round_twice_after_a_resume(run: Path, tmp_path: Path) -> None:
+    first, second = RunFolder(run).evaluations()
+    board.write_events([("whole", [first, second])], tmp_path)
+    writer = board.EventWriter(tmp_path / "live")
+    assert shown(tmp_path / "live") == {}
+    writer.add(first)
+    assert shown(tmp_path / "live")["seconds"] == {1: pytest.approx(first.seconds, rel=1e-6)}
+    writer.add(second)
+    whole = (tmp_path / "whole" / board.NAME).read_bytes()
+    assert writer.path.read_bytes() == whole
+    board.EventWriter(tmp_path / "live", [first]).add(second)
+    assert writer.path.read_bytes() == whole, "the second round was measured again"
 
 
 @pytest.mark.parametrize("why", ["no package", "a file in the way", "twice"])

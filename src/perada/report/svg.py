@@ -103,6 +103,10 @@ class Frame:
         return self.bottom - (value - self.low) / (self.high - self.low) * (self.bottom - self.top)
 
 
+def millions(count: int) -> str:
+    return f"{count / 1e6:.2f}M" if count >= 10**5 else f"{count:,}"
+
+
 def human_bytes(value: float) -> str:
     """Decimal units: `12.9 MB`."""
     power = min(4, max(0, int(math.log10(value) / 3))) if value >= 1 else 0

@@ -1,4 +1,4 @@
-"""Runs for TensorBoard (extra `tensorboard`): one file of events a run, made from metrics.jsonl."""
+"""Runs for TensorBoard (extra `tensorboard`): one file of events per run."""
 
 from __future__ import annotations
 
@@ -9,27 +9,42 @@ from typing import Any
 
 from ..errors import InputError
 from ..runs.folder import write_atomic
+from ..runs.rows import Evaluation
 
-NAME = "events.out.tfevents.0.perada"  # TensorBoard looks for the middle of it
+NAME = "events.out.tfevents.0.perada"  # TensorBoard looks for files with `tfevents` in their name
 
 
-def write_events(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], out: Path) -> None:
-    """`runs`: name and rows. Each has its folder below `out`; what was there of it is replaced."""
+class EventWriter:
+    """Writes the evaluations of one run to a folder, afterwards or while the run goes on.
+
+    The file is written anew with `evaluations`, so that a resumed run has each round once; `add` appends to it.
+    """
+
+    def __init__(self, folder: str | Path, evaluations: Iterable[Evaluation] = ()) -> None:
+        self.path = Path(folder) / NAME
+        events = _records([None, *evaluations])
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path, events)
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def add(self, evaluation: Evaluation) -> None:
+        with self.path.open("ab") as file:
+            file.write(_records([evaluation]))
+
+
+def write_events(runs: Sequence[tuple[str, Sequence[Evaluation]]], out: Path) -> None:
+    """Writes runs (name and evaluations), each to its own folder below `out`. Existing files are replaced."""
     names = [name for name, _ in runs]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise InputError(f"two runs are called {twice[0]}: write them into two folders, one after the other")
-    made = {name: events(rows) for name, rows in runs}
-    for name, data in made.items():
-        path = out / name / NAME
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, data)
-        except OSError as error:
-            raise InputError(f"cannot write {path}: {error.strerror}") from error
+    for name, evaluations in runs:
+        EventWriter(out / name, evaluations)
 
 
-def events(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """TensorBoard's own format; its clock is a run's seconds of training."""
+def _records(evaluations: Iterable[Evaluation | None]) -> bytes:
+    """Returns events in TensorBoard's format; None is the head of a file. The clock is a run's seconds of training."""
     try:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -38,16 +53,17 @@ def events(rows: Iterable[Mapping[str, Any]]) -> bytes:
         raise InputError(f"files for TensorBoard need pip install 'perada[tensorboard]' ({error})") from error
     file = io.BytesIO()
     write = RecordWriter(file)
-    write.write(Event(file_version="brain.Event:2").SerializeToString())
-    for row in rows:
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(row).items()]
-        event = Event(step=row["round"], wall_time=row.get("seconds") or 0.0, summary=Summary(value=values))
+    for row in evaluations:
+        event = Event(file_version="brain.Event:2")
+        if row is not None:
+            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(row.as_dict()).items()]
+            event = Event(step=row.round, wall_time=row.seconds, summary=Summary(value=values))
         write.write(event.SerializeToString())
     return file.getvalue()
 
 
 def scalars(row: Mapping[str, Any], under: str = "") -> dict[str, float]:
-    """Every number of a row by its place in it: `local_test/mean`, `clients/local_test/client-03`, `train_loss`."""
+    """Returns every number of a row by its place: `local_test/mean`, `clients/local_test/client-03`, `train_loss`."""
     found = dict[str, float]()
     for key, value in row.items():
         if isinstance(value, Mapping):

@@ -14,12 +14,11 @@ from ..data import Federation, build_federation
 from ..errors import InputError, Interrupted, RunError
 from ..experiment import Say
 from ..lanes import Pool
-from ..report import write_report
+from ..report import standings, write_report
 from ..runs.folder import device_of, write_atomic
 from ..runs.loop import Progress
 from ..runs.names import chosen_source, free_path, newest_path, resumable, source_name, whole_name
 from ..runs.run import Run, load, train
-from . import standings
 from .plan import (
     absolute,
     again,
