@@ -124,7 +124,7 @@ def parts(table: Standings, marks: Mapping[Place, str]) -> list[tuple[list[str],
 
 
 def _add(rows: list[list[str]], numbers: list[Number], marks: Mapping[Place, str], spread: int) -> None:
-    """Adds a column; `spread` says which of the two standard deviations follows a mean, 0 for none."""
+    """Adds a column. `spread` says which of the two standard deviations follows a mean, 0 for none."""
     for row, number, place in zip(rows, numbers, places([n and n[0] for n in numbers]), strict=True):
         deviation = f" ± {number[spread]:.2f}" if number and spread and number[spread] is not None else ""
         row.append("n/a" if number is None else marks[place].format(f"{number[0]:.2f}") + deviation)
