@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from perada.runs.folder import RunFolder, locked, write_atomic
 from perada.runs.loop import Progress
 from perada.runs.names import resumable
 from perada.runs.run import load, train
-from perada.sweep.plan import check_all, keep_backbone, once, shared_backbone, validated
+from perada.sweep.plan import check_all, keep_backbone, shared_backbone, validated
 from perada.sweep.workers import jobs_for, share_lanes, shares
 
 from . import results
@@ -185,7 +186,7 @@ def reproduce(
         except OSError as error:
             raise InputError(f"cannot write to {folder}: {error.strerror}") from error
     with locked(home):
-        work = _Work(state, place, home, clock, once(say), on_round, on_run, together)
+        work = _Work(state, place, home, clock, cache(say), on_round, on_run, together)
         while (names := work.state.ready(only)) and not clock.stopped and not clock.over(clock.reserve):
             before = work.state.left
             work.group(names)

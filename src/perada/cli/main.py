@@ -178,7 +178,7 @@ def tune_command(
             device=device,
             out=out_dir,
             resume=resume,
-            on_point=watch.run,
+            on_run=watch.run,
             on_round=watch.round,
             say=say,
         )
@@ -186,7 +186,7 @@ def tune_command(
     if as_json:
         print_json({"path": str(path), "chosen": best, "results": found.results()})
         return
-    out.print(tables.search(best, found.tried()))
+    out.print(tables.search(found.table()))
     use = f"perada compare {path} --methods {','.join(best)}"
     tell(f"wrote {path}; use it with: {use}")
 

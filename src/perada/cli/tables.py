@@ -175,11 +175,11 @@ def presets(found: Mapping[str, str]) -> Table:
     return table
 
 
-def search(found: Mapping[str, Mapping[str, Any]], tried: Mapping[str, int]) -> Table:
+def search(found: Sequence[Mapping[str, Any]]) -> Table:
     """Returns what a search chose for each method."""
     table = house_table("chosen by local validation data", "method", "points", "local_val", "settings")
     table.columns[-1].justify = "left"
-    for method, best in found.items():
-        settings = ", ".join(f"{key} = {value}" for key, value in best["settings"].items())
-        table.add_row(method, str(tried[method]), f"{best['local_val']:.2f}", settings)
+    for row in found:
+        settings = ", ".join(f"{key} = {value}" for key, value in row["settings"].items())
+        table.add_row(row["method"], str(row["points"]), f"{row['local_val']:.2f}", settings)
     return table
