@@ -19,8 +19,7 @@ from rich.progress import (
 )
 
 from ..errors import Interrupted
-from ..runs.loop import Progress as RoundProgress
-from ..runs.rows import Evaluation
+from ..experiment import Progress as RoundProgress
 from .console import SAID, err
 
 
@@ -61,7 +60,7 @@ class Watch:
             self.bar.console.print(
                 f"warning: {name}: training stopped being finite in round {p.round}; its last state is kept"
             )
-        shown = Evaluation.read(p.metrics).brief() if p.metrics else p.stage if p.round == 0 else None
+        shown = p.row.brief() if p.row else p.stage if p.round == 0 else None
         self.bar.update(self.rounds, description=shown, total=p.rounds, completed=p.round, visible=True)
 
 

@@ -15,23 +15,24 @@ NAME = "events.out.tfevents.0.perada"  # TensorBoard looks for files with `tfeve
 
 
 class EventWriter:
-    """Writes the evaluations of one run to a folder, afterwards or while the run goes on.
+    """Writes the evaluations of one run to a folder, while the run goes on.
 
-    The file is written anew with `evaluations`, so that a resumed run has each round once; `add` appends to it.
+    after: the last round that counts of an existing file, for a resumed run; TensorBoard then forgets later rounds.
     """
 
-    def __init__(self, folder: str | Path, evaluations: Iterable[Evaluation] = ()) -> None:
+    def __init__(self, folder: str | Path, after: int = 0) -> None:
         self.path = Path(folder) / NAME
-        events = _records([None, *evaluations])
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.path, events)
-        except OSError as error:
-            raise InputError(f"cannot write {self.path}: {error.strerror}") from error
+        if after and self.path.is_file():
+            self._append(_records(start=after + 1))
+        else:
+            _write(self.path, ())
 
     def add(self, evaluation: Evaluation) -> None:
+        self._append(_records([evaluation]))
+
+    def _append(self, records: bytes) -> None:
         with self.path.open("ab") as file:
-            file.write(_records([evaluation]))
+            file.write(records)
 
 
 def write_events(runs: Sequence[tuple[str, Sequence[Evaluation]]], out: Path) -> None:
@@ -40,25 +41,39 @@ def write_events(runs: Sequence[tuple[str, Sequence[Evaluation]]], out: Path) ->
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise InputError(f"two runs are called {twice[0]}: write them into two folders, one after the other")
     for name, evaluations in runs:
-        EventWriter(out / name, evaluations)
+        _write(out / name / NAME, evaluations)
 
 
-def _records(evaluations: Iterable[Evaluation | None]) -> bytes:
-    """Returns events in TensorBoard's format; None is the head of a file. The clock is a run's seconds of training."""
+def _write(path: Path, evaluations: Iterable[Evaluation]) -> None:
+    records = _records(evaluations, head=True)
     try:
-        from tensorboard.compat.proto.event_pb2 import Event
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, records)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _records(evaluations: Iterable[Evaluation] = (), head: bool = False, start: int | None = None) -> bytes:
+    """Returns events in TensorBoard's format; the clock is a run's seconds of training.
+
+    head: begins a file. start: the round at which a resumed run goes on.
+    """
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError as error:
         raise InputError(f"files for TensorBoard need pip install 'perada[tensorboard]' ({error})") from error
-    file = io.BytesIO()
-    write = RecordWriter(file)
+    events = [Event(file_version="brain.Event:2")] if head else []
+    if start is not None:
+        events.append(Event(step=start, session_log=SessionLog(status=SessionLog.START)))
     for row in evaluations:
-        event = Event(file_version="brain.Event:2")
-        if row is not None:
-            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(row.as_dict()).items()]
-            event = Event(step=row.round, wall_time=row.seconds, summary=Summary(value=values))
-        write.write(event.SerializeToString())
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(row.as_dict()).items()]
+        events.append(Event(step=row.round, wall_time=row.seconds, summary=Summary(value=values)))
+    file = io.BytesIO()
+    writer = RecordWriter(file)
+    for event in events:
+        writer.write(event.SerializeToString())
     return file.getvalue()
 
 

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config, resolve
+from ..config.settings import Settings, absolute, for_method, given, moved
 from ..data import Federation, build_federation
 from ..errors import InputError
 from ..experiment import Say
 from ..lanes import Pool
+from ..machine import device_of
 from ..report import standings, write_report
-from ..runs.folder import device_of, write_atomic
+from ..runs.folder import write_atomic
 from ..runs.names import resumable, whole_name
-from ..runs.run import Run, load, train
+from ..runs.run import Run, load
+from ..runs.train import OnProgress, train
 from .plan import PlanFolder, begun, check_all, choose_methods, keep_backbone, located, shared_backbone
-from .settings import Settings, absolute, for_method, given, moved
-from .workers import OnRound, OnRun, Train, Trainings
+from .workers import OnRun, Train, Trainings
 
 
 class Comparison:
@@ -72,7 +74,7 @@ def compare(
     resume: bool = False,
     jobs: int = 1,
     on_run: OnRun = lambda finished, total, name: None,
-    on_round: OnRound = lambda progress: None,
+    on_round: OnProgress = lambda progress: None,
     say: Say = lambda text: None,
 ) -> Comparison:
     """Trains every method with every seed on one split, and writes the tables and a report.
@@ -160,7 +162,7 @@ def _worker(path: Path, here: Settings) -> Train:
 
 
 def _trainer(found: Comparison, here: Settings, federation: Federation) -> Train:
-    def one(name: str, on_round: OnRound, say: Say, pool: Pool | None) -> None:
+    def one(name: str, on_round: OnProgress, say: Say, pool: Pool | None) -> None:
         path = found.path / name
         started, shared = begun(path), shared_backbone(found.path, found.folder.config(name, here))
         with found.folder.training(name):

@@ -12,17 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..callbacks import OnRound
 from ..config import Config, resolve
+from ..config.build import build, pretraining
+from ..config.settings import MOVED, Settings
 from ..data import Federation, build_federation
 from ..errors import InputError, Interrupted, RunError, unknown
-from ..experiment import Say, Simulation, prepare, pretraining
+from ..experiment import Experiment, Say
 from ..lanes import Pool
+from ..machine import device_of
 from ..methods import REGISTRY
-from ..runs.folder import RunFolder, device_of, locked, write_atomic
-from ..runs.loop import run
+from ..runs.folder import RunFolder, locked, write_atomic
+from ..runs.loop import train_in
 from ..runs.names import chosen_source, free_path, newest_path, resumable, source_name, whole_name
-from .settings import MOVED, Settings
-from .workers import OnRound
+from ..runs.rows import Evaluation
+from ..runs.train import OnProgress
 
 KINDS: dict[str, tuple[str, str, dict[str, type]]] = {  # the plan's file, the command, what the file must hold
     "comparison": ("plan.json", "compare", {"source": str, "methods": list, "seeds": list, "set": dict}),
@@ -177,11 +181,11 @@ def check_all(configs: Iterable[Config]) -> Federation:
             raise InputError(
                 f"{config.method_name} and {first.method_name} differ in their [data] settings: all share one split"
             )
-        prepare(config, federation=federation, pretrain=_not_now)
+        build(config, federation=federation, pretrain=_not_now)
     return federation
 
 
-def _not_now(sim: Simulation) -> None:
+def _not_now(experiment: Experiment) -> None:
     """Leaves pretraining to the run itself."""
 
 
@@ -213,11 +217,11 @@ def validated(
     path: Path,
     config: Config,
     federation: Federation,
-    on_round: OnRound,
+    on_round: OnProgress,
     say: Say,
     splits: Sequence[str] = ("val",),
     pool: Pool | None = None,
-) -> dict[str, Any]:
+) -> Evaluation:
     """Trains the run in `path` and evaluates it on validation data alone; returns the last evaluation.
 
     home: the plan's folder. Test data are not touched.
@@ -225,13 +229,13 @@ def validated(
     folder = RunFolder(path) if path.exists() else RunFolder.create(path, config.toml(), overwrite=False)
     shared = shared_backbone(home, config)
     ready = shared if shared is not None and shared.is_file() else None
-    sim = prepare(config, folder.backbone or ready, say, federation)
-    if shared is not None and ready is None and sim.backbone is not None:
-        folder.save_backbone(sim.backbone)
+    experiment = build(config, folder.backbone or ready, say, federation)
+    if shared is not None and ready is None and (tensors := experiment.frozen_to_save()):
+        folder.save_backbone(tensors)
         keep_backbone(folder.backbone, shared)
     saved, _ = folder.load()
     if saved is not None:
-        sim.restore(saved)
-    folder.cut_metrics(sim.now.round)
-    sim.model.pool = pool
-    return run(sim, folder, on_round, splits)
+        experiment.restore(saved)
+    folder.cut_metrics(experiment.now.round)
+    experiment.model.pool = pool
+    return train_in(experiment, folder, [OnRound(on_round)], splits)

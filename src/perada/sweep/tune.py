@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config, resolve, toml_value, tune_grid
+from ..config.build import check
+from ..config.settings import Settings, absolute, check_grid, for_method, given, grid_of, moved, of_method
 from ..data import Federation
 from ..errors import InputError
-from ..experiment import Say, check
+from ..experiment import Say
 from ..lanes import Pool
 from ..runs.folder import write_atomic
 from ..runs.jsonfiles import read_rows
 from ..runs.names import resumable, whole_name
+from ..runs.train import OnProgress
 from .plan import PlanFolder, begun, check_all, choose_methods, located, validated
-from .settings import Settings, absolute, check_grid, for_method, given, grid_of, moved, of_method
-from .workers import OnRound, OnRun, Train, Trainings, shares
+from .workers import OnRun, Train, Trainings, shares
 
 Grid = Mapping[str, Sequence[Any]]
 
@@ -92,7 +94,7 @@ def tune(
     out: str | Path | None = None,
     resume: bool = False,
     on_run: OnRun = lambda finished, total, name: None,
-    on_round: OnRound = lambda progress: None,
+    on_round: OnProgress = lambda progress: None,
     say: Say = lambda text: None,
 ) -> Search:
     """Trains every point of every method's grid, evaluates it on local validation data, and writes `tuned.toml`.
@@ -145,7 +147,7 @@ def _planned(
     made = [resolve(source, {**own[p["method"]], **p["settings"]}) for p in points]
     federation = check_all(next(c for c in made if c.method_name == m) for m in methods)
     for config in made:
-        check(config, federation, config.make_method())
+        check(config, federation)
     if not any(len(c.val) for c in federation.clients):
         raise InputError("tuning needs validation data at the clients: raise data.val")
     plan = {"source": whole_name(source), "methods": methods, "set": absolute(settings, made[0])}
@@ -178,14 +180,14 @@ def _trainer(
 ) -> Train:
     """Returns what trains a point: in a run folder of its own until its score is written down."""
 
-    def one(name: str, on_round: OnRound, say: Say, pool: Pool | None) -> None:
+    def one(name: str, on_round: OnProgress, say: Say, pool: Pool | None) -> None:
         config = _config(search, points[name], settings)
         path = search.path / ("current" if pool is None else f"current-{list(points).index(name)}")
         if begun(path) and (path / "config.toml").read_text() != config.toml():
             shutil.rmtree(path)  # of another point
         with search.folder.training(name):
             last = validated(search.path, path, config, federation, on_round, say, pool=pool)
-            search.record({**points[name], "local_val": last["local_val"]["mean"]})
+            search.record({**points[name], "local_val": last.scores["local_val"].mean})
             shutil.rmtree(path)
 
     return one

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 
 from ..errors import Interrupted, RunError
-from ..experiment import Say
+from ..experiment import Progress, Say
 from ..lanes import Pool
 from ..machine import cores, keep_memory
-from ..runs.loop import Progress
+from ..runs.train import OnProgress
 
-OnRound = Callable[[Progress], None]
 OnRun = Callable[[int, int, str], None]  # finished runs, all runs, the name of the one that begins
-Train = Callable[[str, OnRound, Say, Pool | None], None]
+Train = Callable[[str, OnProgress, Say, Pool | None], None]
 
 
 def jobs_for(runs: int, device: torch.device) -> int:
@@ -55,7 +54,7 @@ class Trainings:
         jobs: int,
         device: torch.device,
         on_run: OnRun,
-        on_round: OnRound,
+        on_round: OnProgress,
         say: Say,
         worker: tuple[Any, ...] | None = None,
     ) -> None:

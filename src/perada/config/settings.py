@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import Config
 from ..errors import InputError, unknown
 from ..methods import grids, hyperparameters
+from .keys import Config
 
 Settings = Mapping[str, Any]
 MOVED = ("run.device", "run.lanes", "data.root")  # may differ on the machine that resumes a plan
