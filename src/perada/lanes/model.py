@@ -124,6 +124,10 @@ class LaneModel:
         """Returns whether the state is a whole model, not only a shared part."""
         return state.params.keys() >= set(self._params) and state.buffers.keys() >= set(self._buffers)
 
+    def part_of(self, state: State) -> State:
+        """Returns what of a state belongs to this model; a broadcast may carry more."""
+        return state.only(self._params, self._buffers)
+
     @torch.no_grad()
     def stem(self, images: Tensor) -> Tensor | Stem:
         """Returns the output of a frozen first layer, which the model takes instead of images; else the images.
