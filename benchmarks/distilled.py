@@ -4,8 +4,8 @@
 
 It trains the `cifar10` preset without distillation for some rounds, then distils the last round's uploads once per
 rate. It scores the plain average and the students on validation data only, each with the averaged running statistics
-and with those of the public images. Scores are the clients' mean loss and accuracy (each on its own validation images), and
-the same on images that the server holds back. A GPU is not needed: by default a round has one local epoch.
+and with those of the public images. Scores are the clients' mean loss and accuracy (each on its own validation images),
+and the same on images that the server holds back. A GPU is not needed: by default a round has one local epoch.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/rounds.py --method perada --precision bf16 --rounds 4 [--size 64] [--set KEY=VALUE] [--out FILE]
 
-The `cifar10` preset (20 clients, Dir(0.1), 8 per round, 10 local epochs, batch 64, ResNet-18) trains on generated images
-of CIFAR-10's number and size, with 50,000 public ones. Nothing has to be fetched, and times do not depend on what images
-show. Each part is measured with a wait for the GPU at either end, so it is a little longer than without.
+The `cifar10` preset (20 clients, Dir(0.1), 8 per round, 10 local epochs, batch 64, ResNet-18) trains on generated
+images of CIFAR-10's number and size, with 50,000 public ones. Nothing has to be fetched, and times do not depend on
+what images show. Each part is measured with a wait for the GPU at either end, so it is a little longer than without.
 
 Recorded steps are timed on the GPU, one by one. The time of a round outside of them belongs to the host, the teachers
 and the guard. It is more than the share in which the GPU waits for the host.
