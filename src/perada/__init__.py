@@ -12,7 +12,8 @@ __version__ = "0.1.0"
 __all__ = ["LaneModel", "Run", "State", "__version__", "adapt", "load", "train"]
 
 if TYPE_CHECKING:
-    from .lanes import LaneModel, State, adapt
+    from .adapters import adapt
+    from .lanes import LaneModel, State
     from .runs.run import Run, load, train
 else:
     _HOMES = {
@@ -21,7 +22,7 @@ else:
         "train": "runs.run",
         "LaneModel": "lanes",
         "State": "lanes",
-        "adapt": "lanes",
+        "adapt": "adapters",
     }
 
     def __getattr__(name):

@@ -3,7 +3,7 @@
 Knows nothing of federated learning. See docs/architecture.md.
 """
 
-from .convert import adapt, default_groups
+from .convert import convert, default_groups, is_resnet, last_linear, parent_of
 from .fast import fast_kernels, get_ready, side_by_side
 from .gradient import Batch, Gradient, Loss, Options
 from .layers import (
@@ -61,8 +61,8 @@ __all__ = [
     "State",
     "Stem",
     "Update",
-    "adapt",
     "bytes_per_lane",
+    "convert",
     "default_groups",
     "divide",
     "fast_kernels",
@@ -70,13 +70,16 @@ __all__ = [
     "fold",
     "gather",
     "get_ready",
+    "is_resnet",
     "join",
     "key_of",
+    "last_linear",
     "loop",
     "mean",
     "merge",
     "mix",
     "on_cpu",
+    "parent_of",
     "part",
     "repeat",
     "rng_of",

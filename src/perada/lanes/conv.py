@@ -49,15 +49,18 @@ def lane_conv2d(
     padding: tuple[int, int],
     dilation: tuple[int, int] = (1, 1),
     kernel: Kernel | None = None,
+    groups: int = 1,
 ) -> Tensor:
     """Lane k's images with lane k's weights.
 
-    x `[K·B, I, H, W]`, weight `[K, O, I, h, w]` -> `[K·B, O, H', W']`.
+    x `[K·B, I, H, W]`, weight `[K, O, I/groups, h, w]` -> `[K·B, O, H', W']`.
     """
     lanes = weight.shape[0]
     if lanes == 1:
-        return F.conv2d(x, weight[0], None, stride, padding, dilation)
-    if weight.shape[3:] == (1, 1) and padding == (0, 0):
+        return F.conv2d(x, weight[0], None, stride, padding, dilation, groups)
+    if groups > 1:
+        kernel = "grouped"
+    elif weight.shape[3:] == (1, 1) and padding == (0, 0):
         return lane_conv1x1(x[:, :, :: stride[0], :: stride[1]], weight.flatten(2))
     out = [
         (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[3 + i] - 1) - 1) // stride[i] + 1 for i in (0, 1)
@@ -74,7 +77,7 @@ def lane_conv2d(
     batch = x.shape[0] // lanes
     if kernel in ("grouped", "columns"):
         folded = x.reshape(lanes, batch, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
-        y = F.conv2d(folded, weight.flatten(0, 1), None, stride, padding, dilation, groups=lanes)
+        y = F.conv2d(folded, weight.flatten(0, 1), None, stride, padding, dilation, lanes * groups)
         return y.view(batch, lanes, -1, *y.shape[2:]).transpose(0, 1).flatten(0, 1)
     columns = F.unfold(x, (weight.shape[3], weight.shape[4]), dilation, padding, stride)
     columns = columns.view(lanes, batch, *columns.shape[1:])  # [K, B, I·h·w, H'·W']

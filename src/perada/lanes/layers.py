@@ -61,7 +61,7 @@ class LaneLinear(nn.Linear):
 
 
 class LaneConv2d(nn.Conv2d):
-    """weight `[K, O, I, h, w]` or frozen; an `adapter`, if there is one, is applied to the output."""
+    """weight `[K, O, I/groups, h, w]` or frozen; an `adapter`, if there is one, is applied to the output."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -69,8 +69,6 @@ class LaneConv2d(nn.Conv2d):
 
     @classmethod
     def of(cls, layer: nn.Conv2d) -> LaneConv2d:
-        if layer.groups != 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
-            raise ValueError("a trained or adapted convolution needs groups=1 and numeric zero padding")
         new = cls(
             layer.in_channels,
             layer.out_channels,
@@ -78,17 +76,24 @@ class LaneConv2d(nn.Conv2d):
             layer.stride,
             layer.padding,
             layer.dilation,
+            layer.groups,
             bias=layer.bias is not None,
+            padding_mode=layer.padding_mode,
             device="meta",
         )
         new.weight, new.bias = layer.weight, layer.bias
         return new
 
     def forward(self, x: Tensor) -> Tensor:
+        usual = self.padding_mode == "zeros" and not isinstance(self.padding, str)
         if self.weight.dim() == 4:
-            y = frozen_conv2d(x, self)
+            y = frozen_conv2d(x, self) if usual and self.groups == 1 else self._conv_forward(x, self.weight, None)
         else:
-            y = lane_conv2d(x, self.weight, self.stride, self.padding, self.dilation)  # type: ignore[arg-type]
+            padding: Any = self.padding
+            if not usual:
+                mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+                x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode), (0, 0)
+            y = lane_conv2d(x, self.weight, self.stride, padding, self.dilation, groups=self.groups)  # type: ignore[arg-type]
         if self.bias is not None:
             y = y + along(self.bias, y, self.bias.dim() - 1, 1)
         if self.adapter is not None:

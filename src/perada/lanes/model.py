@@ -46,14 +46,14 @@ class LaneModel:
 
     `trained` names the parameters a lane owns; every batch norm's running statistics are a lane's own too.
     `inert` names trained parameters that cannot change what the network computes in expectation: they are
-    counted, sent and stored, but no optimiser moves them (see `convert._insert`).
+    counted, sent and stored, but no optimiser moves them (see `adapters.Residual.insert`).
     """
 
     def __init__(
         self, module: nn.Module, trained: frozenset[str], inert: frozenset[str], groups: Mapping[str, Group]
     ) -> None:
         self.module = module.eval().requires_grad_(False)
-        self.groups = dict(groups)
+        self.groups = groups
         self.inert = inert & trained
         self.compute: torch.dtype | None = None
         self.lane_steps = [0, 0]  # of recorded loops: asked for, and of slots that stood empty
@@ -108,8 +108,7 @@ class LaneModel:
         return repeat(one, lanes)
 
     def group(self, name: str) -> Group:
-        if name not in self.groups:
-            raise KeyError(f"this model has no parameter group {name!r}; it has {', '.join(self.groups)}")
+        """Returns a group. An unknown name is an error that lists those there are (`convert.Groups`)."""
         return self.groups[name]
 
     def holds(self, state: State) -> bool:

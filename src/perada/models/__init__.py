@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ..adapters import Residual, adapt
 from ..errors import unknown
-from ..lanes import Group, LaneModel, adapt
+from ..lanes import Group, LaneModel
 from .resnet import SHAPES, ResNet, resnet
 from .weights import WeightReport, load_into, read_weights
 
@@ -41,7 +42,7 @@ def lane_model(
     net: ResNet, trained: str, adapter: str | None, dropout: float, seed: int, std: float = 1e-4
 ) -> LaneModel:
     """`net` with its lanes: with adapters (PerAda), or as it is (None: full-model methods)."""
-    return adapt(net, adapter=adapter, trained=trained, dropout=dropout, std=std, seed=seed)
+    return adapt(net, adapter=Residual(dropout, std) if adapter else None, trained=trained, seed=seed)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,70 @@
+"""Adapters: small trained parts that are inserted into a frozen network. One file per kind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+from ..errors import InputError
+from ..lanes import Group, LaneModel, convert, default_groups, last_linear
+from ..plugins import called, find
+from .residual import Residual
+
+__all__ = ["KINDS", "Adapter", "Residual", "adapt", "adapter_of"]
+
+KINDS: Mapping[str, Callable[..., Any]] = {"residual": Residual}
+GROUP = "perada.adapters"  # of entry points
+
+Groups = Callable[[nn.Module], Mapping[str, Group]]
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """A kind of adapter with its settings. What it adds lies below submodules named `adapter`.
+
+    A file of weights holds the added tensors under the names that they have in the network.
+    """
+
+    def places(self, module: nn.Module) -> list[str]:
+        """Returns the names of the layers that get an adapter."""
+
+    def insert(self, module: nn.Module, seed: int) -> frozenset[str]:
+        """Inserts adapters into `module`. Returns the parameters that cannot change what the network computes."""
+
+    def merge(self, module: nn.Module) -> nn.Module:
+        """Returns a copy without adapters that computes the same in eval mode."""
+
+
+def adapter_of(adapter: Adapter | str | None) -> Adapter | None:
+    """Returns the adapter that a name stands for: "residual", an entry point or `package.module:callable`."""
+    if isinstance(adapter, str):
+        adapter = called("adapter", adapter, find("adapter", GROUP, adapter, KINDS))
+    if adapter is not None and not isinstance(adapter, Adapter):
+        raise InputError(f"{type(adapter).__name__} is not an adapter: it needs places, insert and merge")
+    return adapter
+
+
+def adapt(
+    module: nn.Module,
+    *,
+    adapter: Adapter | str | None = "residual",
+    trained: str | Iterable[str] = "adapter",
+    head: str | None = None,
+    groups: Groups | None = None,
+    seed: int = 0,
+) -> LaneModel:
+    """Freezes a copy of `module`, inserts adapters and makes what is trained lane-aware. Returns its lanes.
+
+    adapter: what to insert: an object such as `Residual(dropout=0.1)`, a name, or None for nothing.
+    trained: a parameter group ("adapter", "full", "output", ...) or the names of parameters.
+    head: the name of the prediction layer. None takes the last linear layer.
+    groups: computes the parameter groups. None takes `lanes.default_groups`.
+    seed: of the adapters' first weights.
+    """
+    module = copy.deepcopy(module)
+    kind, head = adapter_of(adapter), head or last_linear(module)
+    inert = kind.insert(module, seed) if kind else frozenset()
+    return convert(module, trained, groups(module) if groups else default_groups(module, head), inert)
