@@ -21,7 +21,7 @@ from .client.trainer import Train
 from .data import PUBLIC, DataOptions
 from .errors import InputError, unknown
 from .methods import REGISTRY, Method, hyperparameters, make_method
-from .models import BACKBONES, WEIGHTS
+from .models import WEIGHTS, known
 from .server.distill import Distill
 
 
@@ -30,7 +30,7 @@ class ModelOptions:
     """The `[model]` section."""
 
     backbone: str = "resnet18"
-    weights: str = "random"  # a .safetensors or .pth file, embedded, torchvision, fedavg or random
+    weights: str = "random"  # a .safetensors or .pth file, embedded, torchvision, timm, fedavg or random
     adapter: Literal["residual"] = "residual"
     dropout: float = 0.3
     adapter_std: float = 1e-4  # standard deviation of a new adapter's weights
@@ -38,8 +38,7 @@ class ModelOptions:
     pretrain_lr: float = 0.01  # with this learning rate, whatever the method's own is
 
     def __post_init__(self) -> None:
-        if self.backbone not in BACKBONES:
-            raise unknown("backbone", self.backbone, BACKBONES)
+        known(self.backbone)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
         if not self.adapter_std >= 0:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .client.scores import logits_on, personal_scores, score
 from .client.trainer import Trainer, sample_loss
@@ -35,7 +35,6 @@ from .lanes import (
 from .machine import free_memory
 from .methods import Finisher, Judge, Method, check_upload
 from .models import build_backbone, lane_model, load_into
-from .models.resnet import ResNet
 from .notes import about_data, about_settings
 from .runs.folder import Checkpoint, RunFolder, device_of
 from .server.distill import Server, chunks_of
@@ -305,7 +304,7 @@ def lanes_at_once(sim: Simulation) -> tuple[int, str]:
     return (chosen if chosen < lanes else 0), what + (f"; {lanes} lanes take turns" if chosen < lanes else "")
 
 
-def model_of(config: Config, net: ResNet, method: Method, device: torch.device) -> LaneModel:
+def model_of(config: Config, net: nn.Module, method: Method, device: torch.device) -> LaneModel:
     """The lanes that the method trains, over the backbone."""
     adapter = config.model.adapter if method.parts.adapters else None
     options = config.model
@@ -372,7 +371,7 @@ def public_chunks(
 
 def _backbone(
     config: Config, federation: Federation, held: Path | None, say: Say, pretrain: Callable[[Simulation], None]
-) -> ResNet:
+) -> nn.Module:
     """The pretrained network, with the report of what its weights gave."""
     source = str(held) if held else config.model.weights
     if source == "fedavg":
@@ -383,7 +382,7 @@ def _backbone(
     return net
 
 
-def _pretrained(config: Config, federation: Federation, say: Say, pretrain: Callable[[Simulation], None]) -> ResNet:
+def _pretrained(config: Config, federation: Federation, say: Say, pretrain: Callable[[Simulation], None]) -> nn.Module:
     """FedAvg from scratch on the clients' own data (as one of the paper's initialisations), with streams of its own."""
     start = pretraining(config)
     say(f"pretraining {config.model.backbone} with {start.train.rounds} rounds of FedAvg on the clients' data")

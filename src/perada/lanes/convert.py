@@ -119,7 +119,7 @@ def is_resnet(params: Iterable[str]) -> bool:
     return set(params) >= RESNET
 
 
-def default_groups(module: nn.Module, head: str) -> dict[str, Group]:
+def default_groups(module: nn.Module, head: str) -> Groups:
     """Returns the groups of a network: full, adapter, adapter_modules, output, batch_norm, feature_extractor and
     everything.
 
@@ -146,15 +146,17 @@ def default_groups(module: nn.Module, head: str) -> dict[str, Group]:
     norms = frozenset(n for n in full.params if owner(n) in kinds and not (resnet and SHORTCUT.search(n)))
     # Where batch norms are personal, so are the statistics of every norm, also of those left out here.
     layer_norms = frozenset(n for n in norms if isinstance(kinds[owner(n)], nn.LayerNorm))
-    found = {
-        "full": full,
-        "adapter": Group(added | norms | output.params, everything.buffers),
-        "adapter_modules": modules,
-        "output": output,
-        "batch_norm": Group(norms - layer_norms, full.buffers),
-        "feature_extractor": full - output,
-        "everything": everything,
-    }
+    found = Groups(
+        {
+            "full": full,
+            "adapter": Group(added | norms | output.params, everything.buffers),
+            "adapter_modules": modules,
+            "output": output,
+            "batch_norm": Group(norms - layer_norms, full.buffers),
+            "feature_extractor": full - output,
+            "everything": everything,
+        }
+    )
     if resnet:
         found["input"] = Group(frozenset(filter(first, full.params)), frozenset(filter(first, full.buffers)))
     return found

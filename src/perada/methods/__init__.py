@@ -96,6 +96,8 @@ def method_sizes(name: str, backbone: str = "resnet18", classes: int = 10) -> di
     if name not in REGISTRY:
         raise unknown("method", name, REGISTRY)
     parts, sizes = REGISTRY[name]().parts, group_sizes(backbone, classes)
+    if parts.adapters and not sizes.groups["adapter_modules"].params:
+        raise InputError(f"{backbone} has no convolution for an adapter")
     shared = parts.shared(sizes.groups)
     return {
         "trained": parts.copies * sizes.parameters(sizes.groups[parts.trains]),

@@ -2,46 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
 
-from ..adapters import Residual, adapt
-from ..errors import unknown
-from ..lanes import Group, LaneModel
-from .resnet import SHAPES, ResNet, resnet
-from .weights import WeightReport, load_into, read_weights
+import torch
+from torch import nn
+
+from ..adapters import Adapter, Residual, adapt
+from ..errors import InputError
+from ..lanes import Group, LaneModel, default_groups, key_of
+from ..plugins import called, check, find
+from .backbone import Backbone
+from .packages import PACKAGES
+from .resnet import SHAPES, resnet
+from .weights import WEIGHTS, WeightReport, load_into, read_weights
 
 __all__ = [
     "BACKBONES",
     "WEIGHTS",
+    "Backbone",
+    "GroupSizes",
     "WeightReport",
+    "backbone",
     "build_backbone",
     "count_groups",
     "group_sizes",
+    "known",
     "lane_model",
     "load_into",
+    "names_code",
     "read_weights",
+    "sizes_of",
 ]
 
 BACKBONES = tuple(SHAPES)
-WEIGHTS = ("embedded", "torchvision", "fedavg", "random")  # what model.weights may be beside a file
+GROUP = "perada.backbones"  # of entry points
 
 
-def build_backbone(name: str, classes: int, weights: str, seed: int) -> tuple[ResNet, WeightReport | None]:
-    """A network with its weights in place; `weights` as in `read_weights`, or "random"."""
-    if name not in SHAPES:
-        raise unknown("backbone", name, SHAPES)
-    net = resnet(name, classes, seed)
-    if weights == "random":
-        return net, None
-    return net, load_into(net, read_weights(weights, name), weights)
+def known(name: str) -> None:
+    """Refuses a name that cannot be a backbone. Builds and imports nothing.
+
+    A name is one of `BACKBONES`, `torchvision:NAME`, `timm:NAME`, `package.module:callable`, or an entry point.
+    """
+    package, _, model = name.partition(":")
+    if not (package in PACKAGES and model):
+        check("backbone", GROUP, name, SHAPES)
+
+
+def names_code(name: str) -> bool:
+    """Returns whether building this backbone imports a module that the name itself chooses."""
+    package, colon, _ = name.partition(":")
+    return bool(colon) and package not in PACKAGES
+
+
+def backbone(name: str, classes: int, seed: int = 0) -> Backbone:
+    """Returns the network of that name for so many classes, with first weights that depend on the seed.
+
+    A callable is called with `classes`. It returns a module, or a `Backbone`; a string attribute `head` of it or of
+    the module names the prediction layer.
+    """
+    known(name)
+    if name in SHAPES:
+        return Backbone(resnet(name, classes, seed), "fc", name=name)
+    package, _, model = name.partition(":")
+    make: Callable[..., Any] = (
+        partial(PACKAGES[package], model) if package in PACKAGES else find("backbone", GROUP, name, SHAPES)
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key_of(seed, "backbone") & (2**63 - 1))
+        made = called("backbone", name, make, classes)
+    try:
+        if not isinstance(made, Backbone):
+            heads = [h for h in (getattr(made, "head", None), getattr(make, "head", None)) if isinstance(h, str)]
+            made = Backbone(made, heads[0] if heads else "")
+    except InputError as error:
+        raise InputError(f"backbone {name!r}: {error}") from error
+    head = made.head_layer
+    if isinstance(head, nn.Linear) and head.out_features != classes:
+        raise InputError(f"backbone {name!r} has {head.out_features} outputs for {classes} classes")
+    return replace(made, name=name)
+
+
+def build_backbone(name: str, classes: int, weights: str, seed: int) -> tuple[nn.Module, WeightReport | None]:
+    """Returns a network with its weights in place (see `read_weights`; "random" for none), and what they gave."""
+    made = backbone(name, classes, seed)
+    return made.net, made.load(weights)
 
 
 def lane_model(
-    net: ResNet, trained: str, adapter: str | None, dropout: float, seed: int, std: float = 1e-4
+    net: nn.Module, trained: str, adapter: str | None, dropout: float, seed: int, std: float = 1e-4
 ) -> LaneModel:
-    """`net` with its lanes: with adapters (PerAda), or as it is (None: full-model methods)."""
+    """Returns the lanes of `net`, with residual adapters or (None) without."""
     return adapt(net, adapter=Residual(dropout, std) if adapter else None, trained=trained, seed=seed)
 
 
@@ -59,16 +113,23 @@ class GroupSizes:
         return sum(self.size[n] for n in group.buffers)
 
 
+def sizes_of(net: nn.Module, head: str, adapter: Adapter | None = None) -> GroupSizes:
+    """Returns the group sizes of a network with adapters (None: residual), where it has places for them."""
+    net, kind = copy.deepcopy(net), adapter or Residual()
+    if kind.places(net):
+        kind.insert(net, 0)
+    tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    return GroupSizes(default_groups(net, head), {n: t.numel() for n, t in tensors.items()})
+
+
 @lru_cache
 def group_sizes(name: str, classes: int) -> GroupSizes:
-    if name not in SHAPES:
-        raise unknown("backbone", name, SHAPES)
-    model = lane_model(resnet(name, classes), "everything", "residual", 0.0, 0)
-    tensors = {**dict(model.module.named_parameters()), **dict(model.module.named_buffers())}
-    return GroupSizes(model.groups, {n: t.numel() for n, t in tensors.items()})
+    """Returns the group sizes of the backbone of that name with residual adapters."""
+    made = backbone(name, classes)
+    return sizes_of(made.net, made.head)
 
 
 def count_groups(name: str, classes: int) -> dict[str, dict[str, int]]:
-    """Parameters and buffers (running statistics) of every group, counted on the adapter-augmented network."""
+    """Returns the parameters and buffers (running statistics) of every group of a backbone with adapters."""
     sizes = group_sizes(name, classes)
     return {n: {"parameters": sizes.parameters(g), "buffers": sizes.buffers(g)} for n, g in sizes.groups.items()}

@@ -1,16 +1,20 @@
-"""Pretrained weights from a file or from torchvision; what did not fit is always reported."""
+"""Pretrained weights from a file, torchvision or timm; what did not fit is always reported."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..errors import InputError
+
+WEIGHTS = ("embedded", "torchvision", "timm", "fedavg", "random")  # what ModelOptions.weights may be besides a file
 
 
 @dataclass(frozen=True)
@@ -33,20 +37,20 @@ class WeightReport:
 
 
 def read_weights(source: str, backbone: str) -> dict[str, Tensor]:
-    """`embedded`, `torchvision`, a `.safetensors` or a `.pth` -> name -> tensor (float32)."""
+    """Returns the tensors of `embedded`, `torchvision`, `timm`, a `.safetensors` or a `.pth` file by name (float32)."""
     if source == "embedded":
-        held = resources.files("perada") / "assets" / f"{backbone}.safetensors"
-        with resources.as_file(held) as path:
+        asset = resources.files("perada") / "assets" / f"{backbone}.safetensors"
+        with resources.as_file(asset) as path:
             if not path.is_file():
                 raise InputError(f"no embedded weights for {backbone!r}: set model.weights to a file or 'random'")
             return _read_file(path)
-    if source == "torchvision":
-        return _from_torchvision(backbone)
+    if source in LIBRARIES:
+        return _from_library(source, backbone)
     path = Path(source).expanduser()
     if not path.is_file():
         raise InputError(
             f"model.weights: no file {source!r}; give a .safetensors or .pth file, or one of "
-            "'embedded', 'torchvision', 'fedavg', 'random'"
+            + ", ".join(map(repr, WEIGHTS))
         )
     return _read_file(path)
 
@@ -66,17 +70,39 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     return {n.removeprefix("module."): t.float() if t.is_floating_point() else t for n, t in found.items()}
 
 
-def _from_torchvision(backbone: str) -> dict[str, Tensor]:
+def package(name: str, module: str) -> Any:
+    """Returns a module of an optional package, or says in one line why there is none."""
     try:
-        from torchvision import models
+        return import_module(module)
     except (ImportError, RuntimeError) as error:  # a CUDA build beside a CPU torch raises RuntimeError
-        raise InputError(
-            "model.weights=torchvision needs the 'vision' extra: pip install 'perada[vision]' "
-            f"({str(error).splitlines()[0]})"
-        ) from error
-    if not hasattr(models, backbone):
-        raise InputError(f"torchvision has no weights for {backbone!r}")
-    return dict(models.get_model(backbone, weights="DEFAULT").state_dict())
+        install = "pip install 'perada[vision]'" if name == "torchvision" else f"pip install {name}"
+        first = next(iter(str(error).splitlines()), "")
+        raise InputError(f"this needs {name}, which cannot be imported ({first}): {install}") from error
+
+
+def _torchvision(name: str) -> nn.Module | None:
+    models = package("torchvision", "torchvision.models")
+    known = name in models.list_models(module=models)
+    return models.get_model(name, weights="DEFAULT") if known else None
+
+
+def _timm(name: str) -> nn.Module | None:
+    models = package("timm", "timm")
+    return models.create_model(name, pretrained=True) if models.is_model(name) else None
+
+
+LIBRARIES: dict[str, Callable[[str], nn.Module | None]] = {"torchvision": _torchvision, "timm": _timm}
+
+
+def _from_library(library: str, backbone: str) -> dict[str, Tensor]:
+    try:
+        net = LIBRARIES[library](backbone.removeprefix(f"{library}:"))
+    except (OSError, RuntimeError) as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise InputError(f"model.weights={library}: the weights of {backbone!r} cannot be had: {first}") from error
+    if net is None:
+        raise InputError(f"{library} has no weights for {backbone!r}")
+    return dict(net.state_dict())
 
 
 def load_into(net: nn.Module, found: dict[str, Tensor], source: str, head: str = "fc") -> WeightReport:
