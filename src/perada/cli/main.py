@@ -19,7 +19,7 @@ from ..data.commands import app as data_app
 from ..errors import InputError, RunError
 from ..machine import keep_memory
 from ..methods import REGISTRY, method_sizes
-from ..models import BACKBONES, count_groups, group_sizes
+from ..models import BACKBONES, count_groups, network_of
 from ..notes import about_data
 from ..report import write_partition, write_report
 from ..report.tensorboard import write_events
@@ -317,7 +317,7 @@ def methods(
     as_json: AsJson = False,
 ) -> None:
     """List the methods, with the parameters that a client trains and sends per round."""
-    group_sizes(backbone, classes)  # an unknown backbone is an error; a method that does not fit it is left out
+    network_of(backbone, classes)  # an unknown backbone is an error; a method that does not fit it is left out
     found = {}
     for name in REGISTRY:
         try:

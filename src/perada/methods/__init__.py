@@ -9,8 +9,9 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from ..adapters import adapt
 from ..errors import InputError, unknown
-from ..models import group_sizes
+from ..models import GroupSizes, network_of
 from .contract import Finisher, Judge, Method, Parts, check_upload
 
 __all__ = [
@@ -95,9 +96,9 @@ def method_sizes(name: str, backbone: str = "resnet18", classes: int = 10) -> di
     """Parameters a client trains and sends each round, from the declarations that training uses."""
     if name not in REGISTRY:
         raise unknown("method", name, REGISTRY)
-    parts, sizes = REGISTRY[name]().parts, group_sizes(backbone, classes)
-    if parts.adapters and not sizes.groups["adapter_modules"].params:
-        raise InputError(f"{backbone} has no convolution for an adapter")
+    parts, made = REGISTRY[name]().parts, network_of(backbone, classes)
+    lanes = adapt(made.net, adapter="residual" if parts.adapters else None, trained=parts.trains, head=made.head)
+    sizes = GroupSizes.of(lanes.module, lanes.groups)
     shared = parts.shared(sizes.groups)
     return {
         "trained": parts.copies * sizes.parameters(sizes.groups[parts.trains]),

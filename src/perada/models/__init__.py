@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..adapters import Adapter, Residual, adapt
+from ..adapters import Residual, adapt
 from ..errors import InputError
 from ..lanes import Group, LaneModel, default_groups, key_of
 from ..plugins import called, check, find
@@ -34,8 +34,8 @@ __all__ = [
     "lane_model",
     "load_into",
     "names_code",
+    "network_of",
     "read_weights",
-    "sizes_of",
 ]
 
 BACKBONES = tuple(SHAPES)
@@ -101,10 +101,14 @@ def lane_model(
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """The groups of a backbone with adapters, and the size of every tensor they name."""
+    """The parameter groups of a network, and the size of every tensor they name."""
 
     groups: Mapping[str, Group]
     size: Mapping[str, int]
+
+    @staticmethod
+    def of(net: nn.Module, groups: Mapping[str, Group]) -> GroupSizes:
+        return GroupSizes(groups, {n: t.numel() for n, t in (*net.named_parameters(), *net.named_buffers())})
 
     def parameters(self, group: Group) -> int:
         return sum(self.size[n] for n in group.params)
@@ -113,20 +117,20 @@ class GroupSizes:
         return sum(self.size[n] for n in group.buffers)
 
 
-def sizes_of(net: nn.Module, head: str, adapter: Adapter | None = None) -> GroupSizes:
-    """Returns the group sizes of a network with adapters (None: residual), where it has places for them."""
-    net, kind = copy.deepcopy(net), adapter or Residual()
-    if kind.places(net):
-        kind.insert(net, 0)
-    tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    return GroupSizes(default_groups(net, head), {n: t.numel() for n, t in tensors.items()})
+@lru_cache
+def network_of(name: str, classes: int) -> Backbone:
+    """Returns a backbone with random weights; the same object for the same arguments."""
+    return backbone(name, classes)
 
 
 @lru_cache
 def group_sizes(name: str, classes: int) -> GroupSizes:
-    """Returns the group sizes of the backbone of that name with residual adapters."""
-    made = backbone(name, classes)
-    return sizes_of(made.net, made.head)
+    """Returns the group sizes of a backbone with residual adapters, where it has places for them."""
+    made, kind = network_of(name, classes), Residual()
+    net = copy.deepcopy(made.net)
+    if kind.places(net):
+        kind.insert(net, 0)
+    return GroupSizes.of(net, default_groups(net, made.head))
 
 
 def count_groups(name: str, classes: int) -> dict[str, dict[str, int]]:

@@ -31,7 +31,7 @@ class Backbone:
 
     def __post_init__(self) -> None:
         if not isinstance(self.net, nn.Module):
-            raise InputError(f"a backbone must be a torch.nn.Module, not a {type(self.net).__name__}")
+            raise InputError(f"a backbone must be a torch.nn.Module, not {type(self.net).__name__}")
         if not self.head:
             object.__setattr__(self, "head", last_linear(self.net))
         elif not self.head_layer:

@@ -22,8 +22,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import Damaged, InputError
-from .jsonfiles import fits, read_object, read_rows
 from ..lanes import State
+from .jsonfiles import fits, read_object, read_rows
 from .rows import Evaluation
 
 try:
