@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -14,8 +15,9 @@ from helpers import assert_same_tensors
 from torch import nn
 
 from perada import plugins
+from perada.cli import main as cli
 from perada.errors import InputError
-from perada.methods import method_sizes
+from perada.methods import REGISTRY, method_sizes
 from perada.models import Backbone, backbone, build_backbone, count_groups, group_sizes, known
 from perada.models.resnet import resnet
 
@@ -200,6 +202,22 @@ def test_a_network_without_convolutions_has_sizes_for_methods_without_adapters(n
         method_sizes("perada", name, 5)
     with pytest.raises(InputError, match="no parameter group 'input'"):
         method_sizes("fedalt-input", name, 5)
+
+
+def test_params_and_methods_of_an_own_network(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["params", f"{nets}:Named", "--classes", "5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["full"] == (3 * 4 * 9 + 4) + (4 * 5 + 5) + (4 * 4 + 4)
+    assert found["output"] == 4 * 5 + 5
+    assert cli.main(["methods", "--backbone", f"{nets}:Named", "--classes", "5", "--json"]) == 0
+    out, err = capsys.readouterr()
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert rows["fedavg"]["communicated"] == found["full"]
+    assert rows["perada"]["communicated"] == found["adapter"]
+    assert {"fedalt-input", "fedsim-input"} == REGISTRY.keys() - rows.keys()
+    assert "fedalt-input cannot train own_nets:Named" in err
+    assert cli.main(["params", f"{nets}:Nott"]) == 2
+    assert "has no 'Nott'" in capsys.readouterr().err
 
 
 # torchvision and timm: stand-ins with the functions that are called, since neither is installed for the tests.
