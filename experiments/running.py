@@ -14,14 +14,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from perada.config import Config, resolve
+from perada.config.build import check
 from perada.data import VALIDATION, Federation
 from perada.errors import InputError, Interrupted, RunError, unknown
-from perada.experiment import Say, check
+from perada.experiment import Progress, Say
 from perada.lanes import Pool
 from perada.runs.folder import RunFolder, locked, write_atomic
-from perada.runs.loop import Progress
 from perada.runs.names import resumable
-from perada.runs.run import load, train
+from perada.runs.run import load
+from perada.runs.train import train
 from perada.sweep.plan import check_all, keep_backbone, once, shared_backbone, validated
 from perada.sweep.workers import jobs_for, share_lanes, shares
 

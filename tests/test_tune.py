@@ -27,7 +27,7 @@ from perada.cli.watch import Watch
 from perada.config import parse_grid, resolve
 from perada.data import Federation, build_federation
 from perada.errors import InputError
-from perada.experiment import Simulation
+from perada.experiment import Experiment
 from perada.sweep.tune import Search, tune
 
 # As in small.py, without the settings that are searched; validation data for scores that differ.
@@ -293,8 +293,8 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_written(
 
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rounds that are trained from now on."""
-    seen, real = [], Simulation.step
-    monkeypatch.setattr(Simulation, "step", lambda self: seen.append(self.now.round) or real(self))
+    seen, real = [], Experiment.step
+    monkeypatch.setattr(Experiment, "step", lambda self: seen.append(self.now.round) or real(self))
     return seen
 
 

@@ -9,22 +9,23 @@ import pytest
 from helpers import assert_same_tensors
 
 from flower.wire import SITES, World, make_world, run
-from perada.experiment import Simulation, prepare
+from perada.config import build
+from perada.experiment import Experiment
 from perada.flower.messages import flat
 from perada.lanes import State
 from perada.methods import REGISTRY
 from perada.runs.folder import RunFolder
 
 
-def simulated(world: World) -> Simulation:
-    sim = prepare(world.simulated)
+def simulated(world: World) -> Experiment:
+    sim = build(world.simulated)
     for _ in range(world.settings.config.train.rounds):
-        sim.step()
+        sim.round()
     sim.finish()
     return sim
 
 
-def assert_same(world: World, path: Path, sim: Simulation) -> None:
+def assert_same(world: World, path: Path, sim: Experiment) -> None:
     """What the server holds and what every site keeps."""
     saved, _ = RunFolder(path).load()
     assert saved is not None
@@ -81,7 +82,7 @@ def test_sites_judge_a_student_of_no_steps_too(tmp_path: Path) -> None:
 def test_a_site_alone_holds_out_what_it_would_in_a_simulation(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     run(world)
-    everybody = prepare(world.simulated).federation
+    everybody = build(world.simulated).federation
     for m, name in enumerate(SITES):
         (work,) = world.site(name)._work.values()
         for part in ("train", "val", "test"):

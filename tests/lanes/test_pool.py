@@ -13,9 +13,10 @@ from small import everything, small
 
 import perada.sweep.tune
 from perada import experiment as simulate
+from perada.config import build
 from perada.data import Federation
 from perada.errors import Interrupted
-from perada.experiment import Simulation, prepare
+from perada.experiment import Experiment
 from perada.lanes import Pool, bytes_per_lane, pool, replay, train
 from perada.sweep.compare import Comparison, compare, share_runs
 from perada.sweep.tune import tune
@@ -24,17 +25,17 @@ from perada.sweep.workers import share_lanes
 Runs = dict[str, dict[str, Any]]
 
 
-def sim_of(settings: dict[str, Any], federation: Federation | None = None) -> Simulation:
+def sim_of(settings: dict[str, Any], federation: Federation | None = None) -> Experiment:
     rounds = settings.pop("rounds", 2)
-    sim = prepare(small(run__precision="fp64", train__rounds=rounds, **settings), federation=federation)
+    sim = build(small(run__precision="fp64", train__rounds=rounds, **settings), federation=federation)
     settings["rounds"] = rounds
     return sim
 
 
-def together(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Simulation], list[int]]:
+def together(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Experiment], list[int]]:
     """All in one pool, over one federation; and how many jobs each loop that was run had."""
     federation = sim_of(next(iter(runs.values()))).federation
-    found: dict[str, Simulation] = {}
+    found: dict[str, Experiment] = {}
     sizes: list[int] = []
     real = pool._together
     monkeypatch.setattr(pool, "_together", lambda jobs, *rest: sizes.append(len(jobs)) or real(jobs, *rest))
@@ -43,7 +44,7 @@ def together(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Sim
         sim = sim_of(runs[name], federation)
         sim.model.pool = shared
         for _ in range(sim.config.train.rounds):
-            sim.step()
+            sim.round()
         found[name] = sim
 
     share_lanes(list(runs), len(runs), one, lambda name: None)
@@ -68,7 +69,7 @@ def test_together_as_alone(runs: Runs, recorded: bool, monkeypatch: pytest.Monke
     for name, settings in runs.items():
         sim = sim_of(settings)
         for _ in range(sim.config.train.rounds):
-            sim.step()
+            sim.round()
         wanted[name] = sim
     if recorded:
         monkeypatch.setattr(replay, "DEVICES", ("cpu",))
@@ -102,7 +103,7 @@ def test_other_frozen_weights_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(sizes) == {1}
     alone = sim_of(runs["seed 1"])
     for _ in range(2):
-        alone.step()
+        alone.round()
     assert_same_tensors(everything(found["seed 1"]), everything(alone))
 
 
@@ -134,12 +135,12 @@ def test_a_failure_stops_the_others_where_they_can_save() -> None:
     def work(name: str, shared: Pool) -> None:
         sim = sim_of({**SAME["seed 0"], "run__seed": int(name)}, federation)
         sim.model.pool = shared
-        sim.step()
+        sim.round()
         if name == "1":
             raise OSError("disk full")
         try:
             for _ in range(50):
-                sim.step()
+                sim.round()
         except KeyboardInterrupt:
             stopped.append(name)
             assert sim.now.round >= 1

@@ -14,18 +14,18 @@ import typer
 import typer.core
 
 from .. import __version__
-from ..config import parse_grid, parse_setting, presets, resolve
+from ..config import in_keys, parse_grid, parse_setting, presets, resolve
+from ..config.build import about_data
 from ..data.commands import app as data_app
 from ..errors import InputError, RunError
-from ..machine import keep_memory
+from ..machine import device_of, keep_memory
 from ..methods import REGISTRY, method_sizes
 from ..models import BACKBONES, count_groups, network_of
-from ..notes import about_data
 from ..report import write_partition, write_report
 from ..report.tensorboard import write_events
-from ..runs.folder import device_of
 from ..runs.names import chosen_source
-from ..runs.run import Run, load, train
+from ..runs.run import Run, load
+from ..runs.train import train
 from ..sweep import standings
 from ..sweep.compare import compare
 from ..sweep.tune import tune
@@ -381,7 +381,7 @@ def main(arguments: Sequence[str] | None = None, app: typer.Typer = app) -> int:
 
 
 def _complain(text: str, code: int) -> int:
-    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    print(f"error: {in_keys(' '.join(text.split()))}", file=sys.stderr)
     return code
 
 

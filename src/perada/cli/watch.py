@@ -20,7 +20,7 @@ from rich.progress import (
 )
 
 from ..errors import Interrupted
-from ..runs.loop import Progress as RoundProgress
+from ..experiment import Progress as RoundProgress
 from .console import SAID, err
 
 
@@ -60,7 +60,7 @@ class Watch:
             self.bar.console.print(
                 f"warning: {name}: training stopped being finite in round {p.round}; kept its last state"
             )
-        shown = caption(p.metrics) if p.metrics else p.stage if p.round == 0 else None
+        shown = caption(p.row.as_dict()) if p.row else p.stage if p.round == 0 else None
         self.bar.update(self.rounds, description=shown, total=p.rounds, completed=p.round, visible=True)
 
 

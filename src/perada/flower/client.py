@@ -23,11 +23,11 @@ from ..client.trainer import Trainer
 from ..config import Config
 from ..data import Federation
 from ..errors import InputError
-from ..experiment import DTYPES, arithmetic, model_of
+from ..experiment import DTYPES, lanes_of
 from ..lanes import LaneModel, State
+from ..machine import arithmetic, device_of
 from ..methods import Finisher, Judge, Method, check_upload
 from ..models import build_backbone
-from ..runs.folder import device_of
 from .holdings import public_test, site_federation
 from .messages import About, Refused, Reply, answer, digest, read_about, unpack
 from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id
@@ -83,7 +83,7 @@ class Work:
 
     @cached_property
     def model(self) -> LaneModel:
-        return model_of(self.config, self.net, self.method, self.device)
+        return lanes_of(self.net, self.method, self.config.model.strategy(), None, self.config.run)
 
     def here(self, state: State) -> State:
         dtype = DTYPES[self.config.run.precision]

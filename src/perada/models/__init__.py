@@ -6,14 +6,15 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..adapters import Residual, adapt
+from ..adapters import Residual
 from ..errors import InputError
-from ..lanes import Group, LaneModel, default_groups, key_of
+from ..lanes import Group, default_groups, key_of
 from ..plugins import called, check, find
 from .backbone import Backbone
 from .packages import PACKAGES
@@ -31,11 +32,12 @@ __all__ = [
     "count_groups",
     "group_sizes",
     "known",
-    "lane_model",
     "load_into",
     "names_code",
     "network_of",
     "read_weights",
+    "same_weights",
+    "with_weights",
 ]
 
 BACKBONES = tuple(SHAPES)
@@ -92,13 +94,6 @@ def build_backbone(name: str, classes: int, weights: str, seed: int) -> tuple[nn
     return made.net, made.load(weights)
 
 
-def lane_model(
-    net: nn.Module, trained: str, adapter: str | None, dropout: float, seed: int, std: float = 1e-4
-) -> LaneModel:
-    """Returns the lanes of `net`, with residual adapters or (None) without."""
-    return adapt(net, adapter=Residual(dropout, std) if adapter else None, trained=trained, seed=seed)
-
-
 @dataclass(frozen=True)
 class GroupSizes:
     """The parameter groups of a network, and the size of every tensor they name."""
@@ -137,3 +132,16 @@ def count_groups(name: str, classes: int) -> dict[str, dict[str, int]]:
     """Returns the parameters and buffers (running statistics) of every group of a backbone with adapters."""
     sizes = group_sizes(name, classes)
     return {n: {"parameters": sizes.parameters(g), "buffers": sizes.buffers(g)} for n, g in sizes.groups.items()}
+
+
+def with_weights(net: nn.Module, file: Path) -> nn.Module:
+    """Returns a copy of a network with the weights of a run folder's file."""
+    net = copy.deepcopy(net)
+    load_into(net, read_weights(str(file), ""), str(file))
+    return net
+
+
+def same_weights(net: nn.Module, file: Path) -> bool:
+    """Returns whether a network has the weights of a run folder's file."""
+    saved, own = read_weights(str(file), ""), net.state_dict()
+    return all(k in own and torch.equal(own[k].cpu().float(), t.float()) for k, t in saved.items())

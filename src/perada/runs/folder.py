@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -364,9 +363,3 @@ class RunFolder:
     def backbone(self) -> Path | None:
         path = self.path / "backbone.safetensors"
         return path if path.is_file() else None
-
-
-def device_of(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("run.device=cuda: torch sees no CUDA device here; use --device cpu or auto")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")

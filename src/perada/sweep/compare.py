@@ -12,13 +12,14 @@ from typing import Any
 from ..config import Config, resolve
 from ..data import Federation, build_federation
 from ..errors import InputError, Interrupted, RunError
-from ..experiment import Say
+from ..experiment import Progress, Say
 from ..lanes import Pool
+from ..machine import device_of
 from ..report import write_report
-from ..runs.folder import device_of, write_atomic
-from ..runs.loop import Progress
+from ..runs.folder import write_atomic
 from ..runs.names import chosen_source, free_path, newest_path, resumable, source_name, whole_name
-from ..runs.run import Run, load, train
+from ..runs.run import Run, load
+from ..runs.train import train
 from . import standings
 from .plan import (
     absolute,

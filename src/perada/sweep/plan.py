@@ -10,14 +10,17 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from ..callbacks import OnRound
 from ..config import Config, resolve
+from ..config.build import build, pretraining
 from ..data import Federation, build_federation
 from ..errors import InputError, unknown
-from ..experiment import Say, Simulation, prepare, pretraining
+from ..experiment import Experiment, Progress, Say
 from ..lanes import Pool
+from ..machine import device_of
 from ..methods import REGISTRY, hyperparameters
-from ..runs.folder import RunFolder, device_of, locked, write_atomic
-from ..runs.loop import Progress, run
+from ..runs.folder import RunFolder, locked, write_atomic
+from ..runs.loop import train_in
 from ..runs.names import whole_name
 
 MOVED = ("run.device", "run.lanes", "data.root")  # what may differ from the plan on the machine that resumes it
@@ -114,12 +117,12 @@ def check_all(configs: Iterable[Config]) -> Federation:
             raise InputError(
                 f"{config.method_name} and {first.method_name} differ in their [data] settings: all share one split"
             )
-        prepare(config, federation=federation, pretrain=_not_now)
+        build(config, federation=federation, pretrain=_not_now)
     assert federation is not None
     return federation
 
 
-def _not_now(sim: Simulation) -> None:
+def _not_now(sim: Experiment) -> None:
     """Pretraining has its time when the run has."""
 
 
@@ -204,13 +207,13 @@ def validated(
     folder = RunFolder(path) if path.exists() else RunFolder.create(path, config.toml(), overwrite=False)
     shared = shared_backbone(home, config)
     ready = shared if shared is not None and shared.is_file() else None
-    sim = prepare(config, folder.backbone or ready, say, federation)
-    if shared is not None and ready is None and sim.backbone is not None:
-        folder.save_backbone(sim.backbone)
+    experiment = build(config, folder.backbone or ready, say, federation)
+    if shared is not None and ready is None and (tensors := experiment.frozen_to_save()):
+        folder.save_backbone(tensors)
         keep_backbone(folder.backbone, shared)
     found, _ = folder.load()
     if found is not None:
-        sim.restore(found)
-    folder.cut_metrics(sim.now.round)
-    sim.model.pool = pool
-    return run(sim, folder, on_round, splits)
+        experiment.restore(found)
+    folder.cut_metrics(experiment.now.round)
+    experiment.model.pool = pool
+    return train_in(experiment, folder, [OnRound(on_round)], splits).as_dict()

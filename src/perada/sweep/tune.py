@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config, resolve, toml_value, tune_grid
+from ..config.build import check
 from ..data import Federation
 from ..errors import InputError, unknown
-from ..experiment import Say, check
+from ..experiment import Progress, Say
 from ..lanes import Pool
 from ..methods import grids, hyperparameters
 from ..runs.folder import write_atomic
 from ..runs.jsonfiles import read_rows
-from ..runs.loop import Progress
 from ..runs.names import chosen_source, free_path, newest_path, resumable, source_name, whole_name
 from .plan import (
     absolute,
@@ -210,7 +210,7 @@ def _begin(
                 made.append(resolve(source, {**settings_for(method, overrides, methods), **settings}))
     federation = check_all(next(c for c in made if c.method_name == m) for m in methods)
     for config in made:
-        check(config, federation, config.make_method())
+        check(config, federation)
     if not any(len(c.val) for c in federation.clients):
         raise InputError("tuning needs validation data at the clients: raise data.val")
     typed = absolute(overrides, made[0])
