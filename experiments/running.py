@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from perada.runs.folder import RunFolder, locked, write_atomic
 from perada.runs.names import resumable
 from perada.runs.run import load
 from perada.runs.train import train
-from perada.sweep.plan import check_all, keep_backbone, once, shared_backbone, validated
+from perada.sweep.plan import check_all, keep_backbone, shared_backbone, validated
 from perada.sweep.workers import jobs_for, share_lanes, shares
 
 from . import results
@@ -186,7 +187,7 @@ def reproduce(
         except OSError as error:
             raise InputError(f"cannot write to {folder}: {error.strerror}") from error
     with locked(home):
-        work = _Work(state, place, home, clock, once(say), on_round, on_run, together)
+        work = _Work(state, place, home, clock, cache(say), on_round, on_run, together)
         while (names := work.state.ready(only)) and not clock.stopped and not clock.over(clock.reserve):
             before = work.state.left
             work.group(names)
@@ -308,7 +309,7 @@ class _Work:
         if not trial.tested:
             splits = ("val", "server") if len(self.federation.server_val) else ("val",)
             last = validated(self.home, path, config, self.federation, on_round, self.say, splits, pool)
-            return RunFolder(path).metrics(), last
+            return RunFolder(path).metrics(), last.as_dict()
         if (path / "summary.json").is_file():  # only its result was not written
             run = load(path)
             return run.metrics, run.summary

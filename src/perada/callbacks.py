@@ -56,18 +56,15 @@ class TensorBoard(Callback):
     """Writes every evaluation as TensorBoard events, for `tensorboard --logdir FOLDER`; extra `tensorboard`."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder, self.rows = Path(folder), list[Evaluation]()
+        self.folder = folder
 
     def start(self, experiment: Experiment) -> None:
-        from .report.tensorboard import events
+        from .report.tensorboard import EventWriter
 
-        events([])  # a missing package is said before the first round
+        self.writer = EventWriter(self.folder, after=experiment.now.round)
 
     def evaluation(self, row: Evaluation) -> None:
-        from .report.tensorboard import write_events
-
-        self.rows.append(row)
-        write_events([("", [r.as_dict() for r in self.rows])], self.folder)
+        self.writer.add(row)
 
 
 class EarlyStopping(Callback):

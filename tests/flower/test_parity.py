@@ -48,7 +48,9 @@ def test_every_method_equals_the_simulator(method: str, tmp_path: Path) -> None:
     path, _ = run(world)
     assert_same(world, path, sim)
     row = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()][-1]
-    wanted = sim.evaluate(("local", "val"))
+    row_of = sim.evaluate(("local", "val"))
+    assert row_of is not None
+    wanted = row_of.as_dict()
     assert row["local_test"]["per_client"] == pytest.approx(wanted["local_test"]["per_client"])
     assert row["local_val"]["per_client"] == pytest.approx(wanted["local_val"]["per_client"])
     for key in ("round", "bytes_up", "bytes_down", "distilled", "accepted", "distill"):

@@ -98,12 +98,14 @@ def test_a_plan_names_no_file_and_no_download(
     assert "names files or downloads" in reply.error
 
 
-@pytest.mark.parametrize("backbone", ["os:abort", "torchvision.models:resnet18"])
-def test_a_plan_names_no_module_to_import(backbone: str, asked: tuple[World, MemoryGrid]) -> None:
+@pytest.mark.parametrize(
+    ("key", "name"), [("backbone", "os:abort"), ("backbone", "torchvision.models:resnet18"), ("adapter", "os:abort")]
+)
+def test_a_plan_names_no_module_to_import(key: str, name: str, asked: tuple[World, MemoryGrid]) -> None:
     world, _ = asked
     found = json.loads(Plan.of(world.settings, "ab" * 32).text())
-    found["config"]["model"]["backbone"] = backbone
-    with pytest.raises(InputError, match="its backbone is a module to import"):
+    found["config"]["model"][key] = name
+    with pytest.raises(InputError, match="it names a module to import"):
         Plan.parse(json.dumps(found))
 
 

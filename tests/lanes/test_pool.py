@@ -18,7 +18,8 @@ from perada.data import Federation
 from perada.errors import Interrupted
 from perada.experiment import Experiment
 from perada.lanes import Pool, bytes_per_lane, pool, replay, train
-from perada.sweep.compare import Comparison, compare, share_runs
+from perada.sweep import workers
+from perada.sweep.compare import Comparison, _trainer, compare
 from perada.sweep.tune import tune
 from perada.sweep.workers import share_lanes
 
@@ -177,7 +178,8 @@ def test_runs_of_a_comparison_in_one_pool(tmp_path: Path, monkeypatch: pytest.Mo
     left = [n for n in shared.names if not shared.finished(n)]
     assert len(left) == 2
     done: list[str] = []
-    share_runs(shared, left, 2, {}, alone.runs[0].federation, lambda text: None, done.append, lambda text: None)
+    train = _trainer(shared, {}, alone.runs[0].federation)
+    share_lanes(left, 2, lambda name, pool: train(name, lambda progress: None, print, pool), done.append)
     assert sorted(done) == sorted(left)
     for name in alone.names:
         a, b = ({k: r.summary[k] for k in ("local_test", "global_test", "bytes_up")} for r in (
@@ -193,15 +195,14 @@ def test_an_interrupt_saves_every_run(tmp_path: Path, monkeypatch: pytest.Monkey
         (tmp_path / "c" / "plan" / f"{name}.toml").write_text(text)
     seen: list[str] = []
 
-    def at(text: str) -> None:
-        seen.append(text)
+    def on_round(progress: Any) -> None:
+        seen.append(str(progress.round))
         if len(seen) == 5:
             raise KeyboardInterrupt
 
+    train = _trainer(found, {}, found.runs[0].federation)
     with pytest.raises(Interrupted):
-        share_runs(
-            found, ["fedavg-1", "fedavg-2"], 2, {}, found.runs[0].federation, at, lambda name: None, lambda text: None
-        )
+        share_lanes(["fedavg-1", "fedavg-2"], 2, lambda name, pool: train(name, on_round, print, pool), print)
     rounds = [len(list((tmp_path / "c" / n / "checkpoints").glob("round-*"))) for n in ("fedavg-1", "fedavg-2")]
     assert all(rounds)
 
@@ -211,11 +212,12 @@ def test_points_of_a_search_in_one_pool(tmp_path: Path, monkeypatch: pytest.Monk
     settings = {"train.rounds": 2, "train.epochs": 1, "run.precision": "fp64", "data.clients": 4, "train.cohort": 2}
     grid = {"train.lr": (0.01, 0.05), "method.lam": (0.1, 1.0)}
     alone = tune("digits", methods="perada-no-kd", set=settings, grid=grid, out=tmp_path / "alone")
-    monkeypatch.setattr(perada.sweep.tune, "jobs_for", lambda runs, device: 3)
+    monkeypatch.setattr(workers, "jobs_for", lambda runs, device: 3)
     seen: list[int] = []
     monkeypatch.setattr(
-        perada.sweep.tune, "share_lanes", lambda names, *rest: seen.append(len(names)) or share_lanes(names, *rest)
+        workers, "share_lanes", lambda names, *rest: seen.append(len(names)) or share_lanes(names, *rest)
     )
+    monkeypatch.setattr(workers, "shares", lambda device: True)
     monkeypatch.setattr(perada.sweep.tune, "shares", lambda device: True)
     shared = tune("digits", methods="perada-no-kd", set=settings, grid=grid, out=tmp_path / "shared")
     assert seen == [4]

@@ -10,12 +10,12 @@ from torch import nn
 
 from ..errors import InputError
 from ..lanes import Group, LaneModel, convert, default_groups, last_linear
-from ..plugins import called, find
+from ..plugins import called, check, find
 from .residual import Residual
 
-__all__ = ["KINDS", "Adapter", "Residual", "adapt", "adapter_of"]
+__all__ = ["KINDS", "Adapter", "Residual", "adapt", "adapter_of", "known", "name_of"]
 
-KINDS: Mapping[str, Callable[..., Any]] = {"residual": Residual}
+KINDS: Mapping[str, Callable[..., Any]] = {"residual": Residual, "none": lambda: None}
 GROUP = "perada.adapters"  # of entry points
 
 Groups = Callable[[nn.Module], Mapping[str, Group]]
@@ -38,13 +38,29 @@ class Adapter(Protocol):
         """Returns a copy without adapters that computes the same in eval mode."""
 
 
+def known(name: str) -> None:
+    """Refuses a name that cannot be an adapter. Imports nothing."""
+    check("adapter", GROUP, name, KINDS)
+
+
 def adapter_of(adapter: Adapter | str | None) -> Adapter | None:
-    """Returns the adapter that a name stands for: "residual", an entry point or `package.module:callable`."""
+    """Returns the adapter that a name stands for: residual, none, an entry point or `package.module:callable`."""
     if isinstance(adapter, str):
         adapter = called("adapter", adapter, find("adapter", GROUP, adapter, KINDS))
     if adapter is not None and not isinstance(adapter, Adapter):
         raise InputError(f"{type(adapter).__name__} is not an adapter: it needs places, insert and merge")
     return adapter
+
+
+def name_of(adapter: Adapter | None) -> str:
+    """Returns the name that stands for an adapter with its default settings."""
+    if adapter is None:
+        return "none"
+    kind = type(adapter)
+    name = "residual" if kind is Residual else f"{kind.__module__}:{kind.__qualname__}"
+    if kind is not Residual and adapter_of(name) != adapter:
+        raise InputError(f"a run folder cannot hold the settings of {adapter}: use those that {name}() has")
+    return name
 
 
 def adapt(

@@ -21,12 +21,11 @@ from ..errors import InputError, RunError
 from ..machine import device_of, keep_memory
 from ..methods import REGISTRY, method_sizes
 from ..models import BACKBONES, count_groups, network_of
-from ..report import write_partition, write_report
+from ..report import standings, write_partition, write_report
 from ..report.tensorboard import write_events
 from ..runs.names import chosen_source
 from ..runs.run import Run, load
 from ..runs.train import train
-from ..sweep import standings
 from ..sweep.compare import compare
 from ..sweep.tune import tune
 from . import tables
@@ -149,7 +148,7 @@ def compare_command(
     if as_json:
         print_json({"path": str(found.path), **standings.as_json(table)})
         return
-    for part in standings.terminal(table):
+    for part in tables.standings(table):
         out.print(part)
     tell(f"tables   {found.path}/table.md, .csv, .tex")
     tell(f"report   {found.path / 'report.html'}")
@@ -180,7 +179,7 @@ def tune_command(
             device=device,
             out=out_dir,
             resume=resume,
-            on_point=watch.run,
+            on_run=watch.run,
             on_round=watch.round,
             say=say,
         )
@@ -188,7 +187,7 @@ def tune_command(
     if as_json:
         print_json({"path": str(path), "chosen": best, "results": found.results()})
         return
-    out.print(tables.search(best, found.tried()))
+    out.print(tables.search(found.table()))
     use = f"perada compare {path} --methods {','.join(best)}"
     tell(f"wrote {path}; use it with: {use}")
 
@@ -259,7 +258,7 @@ def report(
     """One self-contained HTML page about one or several runs."""
     opened: list[Run] = [load(r) for r in runs]
     if tensorboard is not None:
-        write_events([(r.path.resolve().name, r.folder.metrics()) for r in opened], tensorboard)
+        write_events([(r.path.resolve().name, r.folder.evaluations()) for r in opened], tensorboard)
         tell(f"wrote {tensorboard}")
     path = out_file or opened[0].path / "report.html"
     write_report(opened, path)

@@ -252,8 +252,8 @@ class Plan:
             classes = tuple(map(str, found["classes"]))
             if config.model.weights not in MADE_ANYWHERE or config.distill.data != "none" or config.data.root:
                 raise ValueError("it names files or downloads, which a server has no say in at a site")
-            if names_code(config.model.backbone):
-                raise ValueError("its backbone is a module to import, which a server has no say in at a site")
+            if names_code(config.model.backbone) or names_code(config.model.adapter):
+                raise ValueError("it names a module to import, which a server has no say in at a site")
             if not SHA256.fullmatch(found["backbone"]):
                 raise ValueError("backbone is no sha256")
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -55,7 +55,7 @@ def known(name: str) -> None:
 
 
 def names_code(name: str) -> bool:
-    """Returns whether building this backbone imports a module that the name itself chooses."""
+    """Returns whether what this name stands for is in a module that the name itself chooses."""
     package, colon, _ = name.partition(":")
     return bool(colon) and package not in PACKAGES
 

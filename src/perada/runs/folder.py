@@ -214,8 +214,14 @@ class RunFolder:
         return read_rows(self.path / "metrics.jsonl", {"round": int})
 
     def evaluations(self) -> list[Evaluation]:
-        """The same, typed."""
-        return [Evaluation.read(row) for row in self.metrics()]
+        """Returns the rows of metrics.jsonl as objects."""
+        found = []
+        for line, row in enumerate(self.metrics(), 1):
+            try:
+                found.append(Evaluation.read(row))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise Damaged(f"{self.path / 'metrics.jsonl'} is damaged: remove its line {line}") from error
+        return found
 
     def cut_metrics(self, after: int) -> None:
         """Forget what was measured after round `after`: it will be measured again."""
