@@ -114,7 +114,9 @@ def test_settings_reach_the_adapters() -> None:
     assert not any(t.any() for n, t in model.initial().params.items() if n.endswith("adapter.conv.weight"))
 
 
-@pytest.mark.parametrize(("name", "inert"), [("separable", 3), ("bottleneck", 2), ("no norm", 0), ("padded", 0)])
+@pytest.mark.parametrize(
+    ("name", "inert"), [("separable", 3), ("bottleneck", 2), ("no norm", 0), ("padded", 0), ("group norm", 0)]
+)
 def test_only_in_front_of_a_batch_norm_is_the_norms_bias_inert(name: str, inert: int) -> None:
     model = adapt(network(name))
     assert len(model.inert) == inert

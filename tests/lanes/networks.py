@@ -75,12 +75,32 @@ class Padded(nn.Module):
         return self.fc(self.body(x).mean((2, 3)))
 
 
+class GroupNormed(nn.Module):
+    """Convolutions with group norms, as federated learning likes them, the second without a bias."""
+
+    def __init__(self, classes: int = 4) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6)
+        self.conv2, self.norm2 = nn.Conv2d(6, 8, 3, 2, bias=False), nn.GroupNorm(4, 8)
+        self.fc = nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x))))))
+        return self.fc(x.mean((2, 3)))
+
+
 def bottleneck(classes: int = 4) -> ResNet:
     """ResNet-50's layout: one block per stage, few channels."""
     return ResNet((1, 1), (4, 6), classes, small_stem=True, block=Bottleneck)
 
 
-NETWORKS = {"no norm": NoNorm, "separable": Separable, "padded": Padded, "bottleneck": bottleneck}
+NETWORKS = {
+    "no norm": NoNorm,
+    "separable": Separable,
+    "padded": Padded,
+    "group norm": GroupNormed,
+    "bottleneck": bottleneck,
+}
 
 
 def network(name: str) -> nn.Module:

@@ -208,12 +208,12 @@ class WithAttention(nn.Module):
 
 
 def test_a_trained_layer_without_a_lane_aware_form_is_named() -> None:
-    with pytest.raises(InputError, match=r"norm: a trained GroupNorm"):
-        adapt(WithNorm(nn.GroupNorm(2, 4)), adapter=None, trained="full")
+    with pytest.raises(InputError, match=r"norm: a trained PReLU"):
+        adapt(WithNorm(nn.PReLU()), adapter=None, trained="full")
     with pytest.raises(InputError, match=r"attention: a trained MultiheadAttention"):
         adapt(WithAttention(), adapter=None, trained="full")
     # Frozen it treats samples one by one, and needs no change.
-    model = adapt(WithNorm(nn.GroupNorm(2, 4)), adapter=None, trained="output")
+    model = adapt(WithNorm(nn.PReLU()), adapter=None, trained="output")
     assert model(model.initial(2), images(4).float()).shape == (2, 2, 2)
 
 
@@ -223,8 +223,9 @@ def test_a_batch_norm_without_a_lane_aware_form_is_named() -> None:
             adapt(WithNorm(norm), adapter=Residual(where="conv"))
 
 
-def test_a_trained_layer_norm_takes_lanes() -> None:
-    model = adapt(WithNorm(nn.LayerNorm((6, 6))), adapter=None, trained="full")
+@pytest.mark.parametrize("norm", [nn.LayerNorm((6, 6)), nn.GroupNorm(2, 4)], ids=str)
+def test_a_trained_norm_of_samples_takes_lanes(norm: nn.Module) -> None:
+    model = adapt(WithNorm(norm), adapter=None, trained="full")
     state, x = noisy(model.initial(2)), images(4).float()
     together = model(state, x)
     for k in range(2):
@@ -264,7 +265,7 @@ def test_half_a_layer_can_be_trained() -> None:
     [
         ({"trained": "haed"}, "no parameter group 'haed'; it has .*adapter"),
         ({"trained": ["head.weight", "tail.weight"]}, "no such parameters: tail.weight"),
-        ({"adapter": "lora"}, "unknown adapter 'lora': known: residual"),
+        ({"adapter": "lora"}, "unknown adapter 'lora': known: none, residual"),
         ({"adapter": 3}, "int is not an adapter"),
         ({"adapter": Residual(where="nowhere")}, "no convolution of this network takes an adapter"),
     ],

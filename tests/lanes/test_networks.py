@@ -26,6 +26,7 @@ PLACES = {
     "no norm": ["conv1", "conv2"],
     "separable": ["features.0.0", "features.1.0", "features.2.0"],
     "padded": ["body.0", "body.2", "body.4", "body.6", "body.8"],
+    "group norm": ["conv1", "conv2"],
     "bottleneck": ["layer1.0.conv2", "layer2.0.conv2"],
 }
 

@@ -95,6 +95,7 @@ def test_a_callable_says_which_layer_is_its_head(name: str, nets: str) -> None:
 def test_the_last_linear_layer_is_the_head_by_default(nets: str) -> None:
     with pytest.raises(InputError, match="'own_nets:Net' has 4 outputs for 5 classes"):
         backbone(f"{nets}:Net", 5)  # `spare` comes last
+    assert backbone(f"{nets}:Net", 5, head="classifier").head == "classifier"
     assert backbone(f"{nets}:dense", 5).head == "3"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,20 @@ def test_a_network_of_ones_own_trains_by_name(backbone: str, method: str, tmp_pa
     changed = {n for n, t in start.named_parameters() if not torch.equal(end[n], t)}
     group = group_sizes(backbone, 10).groups["adapter" if method == "perada" else "full"]
     assert changed == {n for n in group.params if ".adapter." not in n}
+
+
+def test_the_network_of_the_document_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "backbones.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "mynets.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    run = perada.train("digits", set=settings("mynets:separable"), out="run")
+    model, kind = run.model("client-03"), perada.adapters.Residual()
+    images = torch.randn(3, 3, 8, 8)
+    merged = kind.merge(model)
+    assert torch.allclose(merged(images), model(images), atol=1e-4)
+    assert not [n for n in merged.state_dict() if ".adapter." in n]
 
 
 def test_resnet50_trains(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def build(
         federation,
         method,
         adapter=config.model.strategy(),
-        head=config.model.head or made.head,
+        head=made.head,
         public=images,
         train=config.train,
         distill=config.distill,
@@ -104,7 +104,7 @@ def _network(
         raise InputError("the network was given from Python: give it again, as model=")
     if source == "fedavg":
         return _pretrained(config, federation, say, pretrain)
-    made = named_backbone(config.model.backbone, len(federation.classes), config.run.seed)
+    made = named_backbone(config.model.backbone, len(federation.classes), config.run.seed, config.model.head)
     report = made.load(source)
     for line in report.lines() if report and not saved else []:
         say(line)
@@ -117,7 +117,7 @@ def _pretrained(config: Config, federation: Federation, say: Say, pretrain: Call
     say(f"pretraining {config.model.backbone} with {start.train.rounds} rounds of FedAvg on the clients' data")
     experiment = build(start, federation=federation)
     pretrain(experiment)
-    made = named_backbone(config.model.backbone, len(federation.classes), config.run.seed)
+    made = named_backbone(config.model.backbone, len(federation.classes), config.run.seed, config.model.head)
     broadcast = experiment.now.broadcast
     tensors = {n: t[0].cpu().float() for part in (broadcast.params, broadcast.buffers) for n, t in part.items()}
     load_into(made.net, tensors, "fedavg", made.head)

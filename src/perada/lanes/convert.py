@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..errors import InputError
-from .layers import LaneBatchNorm, LaneConv2d, LaneDropout, LaneLayerNorm, LaneLinear
+from .layers import LaneBatchNorm, LaneConv2d, LaneDropout, LaneGroupNorm, LaneLayerNorm, LaneLinear
 from .model import Group, LaneModel
 
 
@@ -55,7 +55,7 @@ def parent_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 def _replace(module: nn.Module, trained: frozenset[str]) -> None:
     made: dict[nn.Module, nn.Module | None] = {}
     for name, layer in list(module.named_modules(remove_duplicate=False)):
-        if isinstance(layer, (LaneLinear, LaneConv2d, LaneBatchNorm, LaneLayerNorm, LaneDropout)):
+        if isinstance(layer, (LaneLinear, LaneConv2d, LaneBatchNorm, LaneLayerNorm, LaneGroupNorm, LaneDropout)):
             continue
         if layer not in made:  # a layer may be used under several names
             owned = {f"{name}.{p}" if name else p for p, _ in layer.named_parameters(recurse=False)} & trained
@@ -104,6 +104,7 @@ def _lane_aware(layer: nn.Module, name: str, trained: bool) -> nn.Module | None:
         nn.Linear: LaneLinear.of,
         nn.Conv2d: LaneConv2d.of,
         nn.LayerNorm: LaneLayerNorm.of,
+        nn.GroupNorm: LaneGroupNorm.of,
     }
     if type(layer) not in kinds:
         raise ValueError(f"a trained {type(layer).__name__} has no lane-aware form; keep it frozen")
@@ -128,7 +129,8 @@ def default_groups(module: nn.Module, head: str) -> Groups:
     """
     params = [n for n, _ in module.named_parameters()]
     buffers = [n for n, _ in module.named_buffers() if n.endswith(("running_mean", "running_var"))]
-    kinds = {n: m for n, m in module.named_modules() if isinstance(m, (_BatchNorm, LaneBatchNorm, nn.LayerNorm))}
+    batch_norms = _BatchNorm, LaneBatchNorm
+    kinds = {n: m for n, m in module.named_modules() if isinstance(m, (*batch_norms, nn.LayerNorm, nn.GroupNorm))}
 
     def owner(name: str) -> str:
         return name.rpartition(".")[0]
@@ -145,14 +147,14 @@ def default_groups(module: nn.Module, head: str) -> Groups:
     output = Group(frozenset(n for n in params if owner(n) == head), frozenset())
     norms = frozenset(n for n in full.params if owner(n) in kinds and not (resnet and SHORTCUT.search(n)))
     # Where batch norms are personal, so are the statistics of every norm, also of those left out here.
-    layer_norms = frozenset(n for n in norms if isinstance(kinds[owner(n)], nn.LayerNorm))
+    other_norms = frozenset(n for n in norms if not isinstance(kinds[owner(n)], batch_norms))
     found = Groups(
         {
             "full": full,
             "adapter": Group(added | norms | output.params, everything.buffers),
             "adapter_modules": modules,
             "output": output,
-            "batch_norm": Group(norms - layer_norms, full.buffers),
+            "batch_norm": Group(norms - other_norms, full.buffers),
             "feature_extractor": full - output,
             "everything": everything,
         }

@@ -210,6 +210,20 @@ class LaneLayerNorm(nn.LayerNorm):
         return y if self.bias is None else y + along(self.bias, y, self.bias.dim() - own, -own)
 
 
+class LaneGroupNorm(nn.GroupNorm):
+    """weight and bias `[K, C]`, or frozen ones."""
+
+    @classmethod
+    def of(cls, layer: nn.GroupNorm) -> LaneGroupNorm:
+        new = cls(layer.num_groups, layer.num_channels, layer.eps)
+        new.weight, new.bias = layer.weight, layer.bias
+        return new
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.group_norm(x, self.num_groups, None, None, self.eps)
+        return y * along(self.weight, y, self.weight.dim() - 1, 1) + along(self.bias, y, self.bias.dim() - 1, 1)
+
+
 class LaneDropout(nn.Module):
     """Dropout whose draws are a hash of (the lane's key, this layer's salt, the element's place in its lane).
 

@@ -60,15 +60,15 @@ def names_code(name: str) -> bool:
     return bool(colon) and package not in PACKAGES
 
 
-def backbone(name: str, classes: int, seed: int = 0) -> Backbone:
+def backbone(name: str, classes: int, seed: int = 0, head: str = "") -> Backbone:
     """Returns the network of that name for so many classes, with first weights that depend on the seed.
 
     A callable is called with `classes`. It returns a module, or a `Backbone`; a string attribute `head` of it or of
-    the module names the prediction layer.
+    the module names the prediction layer. The argument `head` names another.
     """
     known(name)
     if name in SHAPES:
-        return Backbone(resnet(name, classes, seed), "fc", name=name)
+        return Backbone(resnet(name, classes, seed), head or "fc", name=name)
     package, _, model = name.partition(":")
     make: Callable[..., Any] = (
         partial(PACKAGES[package], model) if package in PACKAGES else find("backbone", GROUP, name, SHAPES)
@@ -78,14 +78,15 @@ def backbone(name: str, classes: int, seed: int = 0) -> Backbone:
         made = called("backbone", name, make, classes)
     try:
         if not isinstance(made, Backbone):
-            heads = [h for h in (getattr(made, "head", None), getattr(make, "head", None)) if isinstance(h, str)]
-            made = Backbone(made, heads[0] if heads else "")
+            own = [h for h in (getattr(made, "head", None), getattr(make, "head", None)) if isinstance(h, str)]
+            made = Backbone(made, head or (own[0] if own else ""))
+        made = replace(made, head=head or made.head, name=name)
     except InputError as error:
         raise InputError(f"backbone {name!r}: {error}") from error
-    head = made.head_layer
-    if isinstance(head, nn.Linear) and head.out_features != classes:
-        raise InputError(f"backbone {name!r} has {head.out_features} outputs for {classes} classes")
-    return replace(made, name=name)
+    layer = made.head_layer
+    if isinstance(layer, nn.Linear) and layer.out_features != classes:
+        raise InputError(f"backbone {name!r} has {layer.out_features} outputs for {classes} classes")
+    return made
 
 
 def build_backbone(name: str, classes: int, weights: str, seed: int) -> tuple[nn.Module, WeightReport | None]:
