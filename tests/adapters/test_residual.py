@@ -88,6 +88,13 @@ def test_where_replaces_the_rule() -> None:
     assert Residual(where=r"^conv1$|downsample").places(net) == ["conv1", *shortcuts]
 
 
+def test_an_adapted_convolution_gets_no_second_adapter() -> None:
+    model = adapt(resnet("resnet8", 4), adapter=Residual(where="layer1"))
+    again = model.plain(model.initial())
+    assert Residual().places(again) == [p for p in Residual().places(resnet("resnet8", 4)) if "layer1" not in p]
+    assert Residual(where="adapter").places(again) == []
+
+
 def test_a_network_without_places() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
     with pytest.raises(InputError, match=r"no convolution of this network takes an adapter: set Residual\.where") as e:

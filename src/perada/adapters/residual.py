@@ -44,7 +44,9 @@ class Residual:
 
     def places(self, module: nn.Module) -> list[str]:
         """Returns the names of the convolutions that get an adapter."""
-        convs = {n: m for n, m in module.named_modules() if type(m) in (nn.Conv2d, LaneConv2d)}
+        kinds = nn.Conv2d, LaneConv2d  # no subclass: its own forward would be lost
+        free = [(n, m) for n, m in module.named_modules() if getattr(m, "adapter", None) is None]
+        convs = {n: m for n, m in free if type(m) in kinds and ".adapter." not in n}
         if self.where:
             return [n for n in convs if re.search(self.where, n)]
         if is_resnet(n for n, _ in module.named_parameters()):

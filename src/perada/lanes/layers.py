@@ -85,20 +85,25 @@ class LaneConv2d(nn.Conv2d):
         return new
 
     def forward(self, x: Tensor) -> Tensor:
-        usual = self.padding_mode == "zeros" and not isinstance(self.padding, str)
-        if self.weight.dim() == 4:
-            y = frozen_conv2d(x, self) if usual and self.groups == 1 else self._conv_forward(x, self.weight, None)
+        if self.groups > 1 or self.padding_mode != "zeros" or isinstance(self.padding, str):
+            y = self.uncommon(x)
+        elif self.weight.dim() == 4:
+            y = frozen_conv2d(x, self)
         else:
-            padding: Any = self.padding
-            if not usual:
-                mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-                x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode), (0, 0)
-            y = lane_conv2d(x, self.weight, self.stride, padding, self.dilation, groups=self.groups)  # type: ignore[arg-type]
+            y = lane_conv2d(x, self.weight, self.stride, self.padding, self.dilation)  # type: ignore[arg-type]
         if self.bias is not None:
             y = y + along(self.bias, y, self.bias.dim() - 1, 1)
         if self.adapter is not None:
             y = self.adapter(y)
         return y
+
+    def uncommon(self, x: Tensor) -> Tensor:
+        """Convolves with groups, or with padding other than numbers of zeros. No kernel is made for these."""
+        if self.weight.dim() == 4:
+            return self._conv_forward(x, self.weight, None)  # type: ignore[no-any-return]
+        sides, mode = self._reversed_padding_repeated_twice, self.padding_mode
+        x = F.pad(x, sides, "constant" if mode == "zeros" else mode)
+        return lane_conv2d(x, self.weight, self.stride, (0, 0), self.dilation, groups=self.groups)  # type: ignore[arg-type]
 
 
 class LaneBatchNorm(nn.Module):
