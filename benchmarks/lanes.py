@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from timing import Job, interleaved, machine, show, spread, sync, write
 from torch import Tensor, nn
 
+from perada import adapt
+from perada.adapters import Residual
 from perada.lanes import Batch, LaneModel, State, gather, sgd, stack
 from perada.machine import keep_memory
-from perada.models import lane_model
 from perada.models.resnet import resnet
 
 CLASSES, SIZE, LR = 10, 32, 0.01
@@ -80,7 +81,7 @@ class Bench:
 
     def __init__(self, lanes: int, args: argparse.Namespace, dropout: float = 0.3) -> None:
         self.lanes, self.steps = lanes, args.steps
-        self.model = lane_model(resnet("resnet18", CLASSES), "adapter", "residual", dropout, 0)
+        self.model = adapt(resnet("resnet18", CLASSES), adapter=Residual(dropout))
         self.model.to(args.device, torch.float32)
         self.state = self.model.initial(lanes)
         draw = torch.Generator().manual_seed(0)
