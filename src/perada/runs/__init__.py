@@ -1,0 +1,1 @@
+"""Run folders: names, checkpoints, resuming, and what a finished run can do."""
