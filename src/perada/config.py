@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from .client.trainer import Train
-from .data import PUBLIC, DataOptions
+from .data import DataOptions, is_public_name
 from .errors import InputError, unknown
 from .methods import REGISTRY, Method, hyperparameters, make_method
 from .models import BACKBONES, WEIGHTS
@@ -291,7 +291,8 @@ def _build(tables: dict[str, Any]) -> Config:
     made = {s: _section(s, kind, tables.get(s, {})) for s, kind in SECTIONS.items()}
     made["data"] = replace(made["data"], root=_absolute(made["data"].root, ("",)))
     made["model"] = replace(made["model"], weights=_absolute(made["model"].weights, WEIGHTS))
-    made["distill"] = replace(made["distill"], data=_absolute(made["distill"].data, PUBLIC))
+    public = made["distill"].data
+    made["distill"] = replace(made["distill"], data=public if is_public_name(public) else _absolute(public, ()))
     settings = {k: v for k, v in method.items() if k != "name"}
     # A preset's setting for its own method means nothing to another one: keep what any method knows.
     for key in settings:

@@ -17,8 +17,8 @@ import perada
 from perada.cli import main as cli
 from perada.client.scores import scores_on
 from perada.data import Client, Federation, named_sets, testsets
+from perada.data.cache import cache_folder
 from perada.data.corruptions import CORRUPTIONS, corrupt
-from perada.data.images import cache_folder
 from perada.errors import InputError
 from perada.lanes import State
 

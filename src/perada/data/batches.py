@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..lanes import Batch, fast_kernels, fold, key_of, rng_of
-from .federation import Federation, Indices
+from .federation import Federation
+from .source import Indices
 
 
 def steps_of(samples: int, batch: int, epochs: int) -> int:

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from ..errors import InputError, unknown
 from .arrays import npz
-from .federation import Source
-from .images import Pixels, resized, stamp
+from .images import resized, stamp
+from .source import Pixels, Source
 
 Labels = NDArray[np.int64]
 Part = tuple[Pixels, Labels]  # images [n, 3, 32, 32] and labels [n]

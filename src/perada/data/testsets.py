@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import InputError, unknown
+from .cache import cache_folder
 from .cifar import cifar10_1, cifar10_c
 from .corruptions import CORRUPTIONS, SEVERITIES, Progress, corrupted
 from .federation import Federation
-from .images import Pixels, cache_folder
+from .source import Pixels
 
 NAMES = ("shifted", *CORRUPTIONS, "cifar10.1", "cifar10-c")
 _CACHED = 1 << 22  # bytes of a test set from which its corrupted copies are worth keeping on disk

@@ -84,7 +84,7 @@ class Run:
         if (self.path / "flower.json").is_file():
             raise InputError(f"the images of {self.path} are at its sites: nothing here can be computed from them")
         found = build_federation(self.config.data, device_of(self.config.run.device))
-        self.folder.check_data(_data_facts(found))
+        self.folder.check_data(found.facts())
         return found
 
     @cached_property
@@ -222,7 +222,7 @@ def train(
         run.__dict__.update(simulation=sim, federation=sim.federation)
         with resumable(run.path):
             if not resume:
-                about = {**_data_facts(sim.federation), "source": made_from(source, config)}
+                about = {**sim.federation.facts(), "source": made_from(source, config)}
                 run.folder.write_json("data.json", about)
             if sim.backbone is not None and run.folder.backbone is None:
                 run.folder.save_backbone(sim.backbone)
@@ -233,22 +233,9 @@ def train(
     return run
 
 
-def _data_facts(federation: Federation) -> dict[str, Any]:
-    """What a run must find again to be opened: who holds which images, and how much of which classes."""
-    return {
-        "classes": list(federation.classes),
-        "image": list(federation.images.shape[1:]),
-        "multilabel": federation.multilabel,
-        "mean": list(federation.mean),
-        "std": list(federation.std),
-        "clients": {c.name: [len(c.train), len(c.val), len(c.test)] for c in federation.clients},
-        "split": federation.fingerprint,
-    }
-
-
 def _pretrain(inner: Simulation, folder: RunFolder, on_round: Callable[[Progress], None]) -> None:
     """FedAvg pretraining as a run inside the run, so that it is saved and resumed like any other."""
-    folder.write_json("data.json", _data_facts(inner.federation))  # what a kill in here must find again
+    folder.write_json("data.json", inner.federation.facts())  # what a kill in here must find again
     home = RunFolder(folder.path / "pretrain")
     saved, _ = home.load()
     if saved is not None:
@@ -288,7 +275,7 @@ def _resume(
     if saved is not None and saved.round > config.train.rounds:
         raise InputError(f"{path} has {saved.round} rounds already: train.rounds={config.train.rounds} would undo some")
     federation = federation or build_federation(config.data, device_of(config.run.device))
-    folder.check_data(_data_facts(federation))
+    folder.check_data(federation.facts())
     sim = prepare(config, folder.backbone, say, federation, pretrain=lambda inner: _pretrain(inner, folder, on_round))
     if saved is not None:
         sim.restore(saved)
