@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +30,7 @@ def cache_folder() -> Path | None:
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file that gets its name when it is complete: no reader sees a part, and a kill leaves only a temporary file."""
-    _sweep(path.parent)
+    sweep(path.parent, ".*.part")
     part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
         with part.open("xb") as file:
@@ -41,12 +42,12 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         part.unlink(missing_ok=True)
 
 
-def _sweep(folder: Path) -> None:
+def sweep(folder: Path, pattern: str) -> None:
     """Removes what killed processes left; a live one writes often enough not to look stale."""
-    for part in folder.glob(".*.part"):
+    for left in folder.glob(pattern):
         with suppress(OSError):  # another process was faster
-            if time.time() - part.stat().st_mtime > STALE:
-                part.unlink()
+            if time.time() - left.stat().st_mtime > STALE:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def npy_header(shape: tuple[int, ...]) -> bytes:

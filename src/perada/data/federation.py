@@ -17,6 +17,7 @@ from ..errors import InputError, unknown
 from ..lanes import fast_kernels, sent
 from .arrays import Pair, from_sites
 from .augment import AUGMENT, DRAWS, SALT, Augment, padding
+from .folder import folder
 from .images import IMAGENET
 from .manifest import manifest
 from .named import read_source
@@ -84,7 +85,7 @@ class Federation:
         options: other fields of `DataOptions`.
         """
         chosen = DataOptions.of(name="folder", root=str(path), size=size, partition=partition, **options)
-        return build_federation(chosen)
+        return build_federation(chosen, source=folder(str(path), size, chosen.skip_bad))
 
     @classmethod
     def from_manifest(cls, path: str | Path, *, size: int = 64, partition: str = "site", **options: Any) -> Federation:
