@@ -44,7 +44,7 @@ def get_command(
 def list_command(root: Annotated[Path | None, typer.Option()] = None, as_json: AsJson = False) -> None:
     """List the data sets that can be fetched, and those to fetch by hand."""
     home = root or Path(data_home())
-    entries = download.catalogue()
+    entries = list(download.CATALOGUE.values())
     if as_json:
         print_json(
             [

@@ -272,16 +272,26 @@ def _site(file: Path, arrays: Arrays, count: int) -> NDArray[np.str_] | None:
 
 def _split(file: Path, arrays: Arrays, count: int) -> tuple[Mask | None, Mask | None]:
     """Masks of the test and the validation images, None if there are none."""
-    masks: list[Mask | None] = []
-    for name in ("test", "val"):
-        mask = arrays.get(name)
-        if "split" in arrays:
-            words = [str(s).lower() for s in arrays["split"].ravel()]
-            strange = sorted(set(words) - SPLITS.keys())
-            if strange:
-                raise InputError(f"{file}: split {strange[0]!r}: expected train, val or test")
-            mask = np.array([SPLITS[s] == name for s in words], np.bool_)
-        if mask is not None and (mask.shape != (count,) or not np.isin(mask, (0, 1)).all()):
-            raise InputError(f"{file}: {name if 'split' not in arrays else 'split'} must have one entry for each image")
-        masks.append(None if mask is None or not mask.any() else mask.astype(np.bool_))
-    return masks[0], masks[1]
+    if "split" not in arrays:
+        for name in ("test", "val"):
+            mask = arrays.get(name)
+            if mask is not None and (mask.shape != (count,) or not np.isin(mask, (0, 1)).all()):
+                raise InputError(f"{file}: {name} must have 0 or 1 for each image")
+        test, val = (
+            m.astype(np.bool_) if (m := arrays.get(name)) is not None and m.any() else None for name in ("test", "val")
+        )
+        return test, val
+    words = [str(s).lower() for s in arrays["split"].ravel()]
+    strange = sorted(set(words) - SPLITS.keys())
+    if strange:
+        raise InputError(f"{file}: split {strange[0]!r}: expected train, val or test")
+    if len(words) != count:
+        raise InputError(f"{file}: split must have one entry for each image")
+    return split_masks(words)
+
+
+def split_masks(words: Sequence[str]) -> tuple[Mask | None, Mask | None]:
+    """Returns masks of the test and the validation images from a word per image, None if there are none."""
+    names = np.array([SPLITS[word] for word in words])
+    test, val = (mask if mask.any() else None for mask in (names == "test", names == "val"))
+    return test, val

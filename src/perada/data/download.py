@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import InputError, RunError, unknown
@@ -73,11 +73,6 @@ def _entry(name: str, table: dict[str, Any]) -> Entry:
 
 _TABLES = tomllib.loads((resources.files(__package__) / "catalogue.toml").read_text("utf8"))
 CATALOGUE = {name: _entry(name, table) for name, table in _TABLES.items()}
-
-
-def catalogue() -> tuple[Entry, ...]:
-    """Returns the data sets, in the order to list them."""
-    return tuple(CATALOGUE.values())
 
 
 def check(name: str, root: str | Path) -> Entry:
@@ -153,15 +148,6 @@ def _fetch(remote: Remote, folder: Path, progress: Progress | None) -> Path:
         ) from error
 
 
-class _Answer(Protocol):
-    """The part of `http.client.HTTPResponse` used here."""
-
-    status: int
-    headers: Any
-
-    def read(self, amount: int) -> bytes: ...
-
-
 @dataclass
 class _Resuming:
     """A pooch downloader: called with the URL and where pooch wants the file."""
@@ -193,7 +179,7 @@ class _Resuming:
             have = self._length()
             tries, pause = (1, PAUSE) if have > before else (tries + 1, pause)
             if tries >= TRIES:
-                kept = f"{have} bytes are kept in {self.part}: the same command goes on from there"
+                kept = f"{have} bytes are kept in {self.part}: the same command continues from there"
                 raise RunError(
                     f"cannot download {url}: {why}; {kept if have else 'nothing was saved: try again later'}"
                 )
@@ -212,9 +198,7 @@ class _Resuming:
             request.add_header("Range", f"bytes={have}-")
         with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
             start, total = _extent(answer, have)
-            with self.part.open("r+b" if start else "wb") as f:
-                f.seek(start)
-                f.truncate()
+            with self.part.open("ab" if start else "wb") as f:
                 at = start
                 while data := answer.read(_CHUNK):
                     f.write(data)
@@ -224,7 +208,7 @@ class _Resuming:
         return total is None or at == total
 
 
-def _extent(answer: _Answer, have: int) -> tuple[int, int | None]:
+def _extent(answer: http.client.HTTPResponse, have: int) -> tuple[int, int | None]:
     """Returns where the bytes that come belong, and the length of the whole file, if the server says it."""
     if answer.status == 206:
         span, _, whole = str(answer.headers.get("Content-Range", "")).removeprefix("bytes ").partition("/")

@@ -174,7 +174,7 @@ class Federation:
     def _kernel(
         self, pool: Tensor, samples: Tensor, keys: Tensor, augment: Augment | None, dtype: torch.dtype
     ) -> Tensor | None:
-        """All of it in one GPU kernel, where there is one."""
+        """All of it in one GPU kernel, if there is one."""
         kernels = fast_kernels(self.device)
         if kernels is None:
             return None

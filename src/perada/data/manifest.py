@@ -13,15 +13,16 @@ import csv
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from .arrays import SPLITS
+from .arrays import SPLITS, split_masks
 from .images import IMAGENET, decode, image_names, require_files
-from .source import Mask, Source, Targets
+from .source import Source, Targets
 
 KNOWN = ("path", "site", "split")
 BINARY = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}
@@ -81,9 +82,9 @@ def manifest(
         require_files(table.file, table.lines, files)
     images, kept = decode(files, table.file.parent, size, skip_bad)
     site = np.array(table.columns["site"])[kept] if "site" in table.columns else None
-    test, val = (_mask(splits, name, kept) for name in ("test", "val"))
-    name = table.file.stem
-    return Source(name, images, targets[kept], classes, *IMAGENET, test, site, val, *image_names(files, kept))
+    test, val = split_masks(list(compress(splits, kept)))
+    stem = table.file.stem
+    return Source(stem, images, targets[kept], classes, *IMAGENET, test, site, val, *image_names(files, kept))
 
 
 def read_table(file: Path, lower: Sequence[str] = ()) -> Table:
@@ -123,14 +124,12 @@ def _targets(table: Table, names: Sequence[str]) -> tuple[Targets, tuple[str, ..
     return np.array([number[value] for value in values], np.int64), tuple(classes)
 
 
-def _splits(table: Table) -> NDArray[np.str_] | None:
-    if "split" not in table.columns:
-        return None
-    words = [value.lower() or "train" for value in table.columns["split"]]
-    for row, value in enumerate(words):
-        if value not in SPLITS:
-            raise table.refuse(row, f"split is {value!r}, not train, val or test")
-    return np.array([SPLITS[value] for value in words])
+def _splits(table: Table) -> list[str]:
+    words = [value.lower() or "train" for value in table.columns.get("split", [""] * len(table.lines))]
+    for row, word in enumerate(words):
+        if word not in SPLITS:
+            raise table.refuse(row, f"split is {word!r}, not train, val or test")
+    return words
 
 
 def _once(table: Table, files: Sequence[Path]) -> None:
@@ -141,9 +140,3 @@ def _once(table: Table, files: Sequence[Path]) -> None:
         if first != row:
             name, line = table.columns["path"][row], table.lines[first]
             raise table.refuse(row, f"{name} is in row {line} already: list each image once")
-
-
-def _mask(splits: NDArray[np.str_] | None, name: str, kept: Mask) -> Mask | None:
-    """Which images are of a split, None if none is."""
-    mask = None if splits is None else np.asarray(splits == name)[kept]
-    return mask if mask is not None and mask.any() else None

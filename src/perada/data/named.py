@@ -38,7 +38,7 @@ def own(options: DataOptions) -> Source:
 
 
 def _folders(read: Reader) -> Reader:
-    """A data set that comes as folders, or as somebody's `.npz` or manifest of it."""
+    """A data set that comes as folders, or as an `.npz` or manifest of it."""
     return lambda options: own(options) if Path(options.root).suffix.lower() in _TABLES else read(options)
 
 
@@ -59,7 +59,7 @@ SOURCES: dict[str, Reader] = {
 
 
 def read_source(options: DataOptions) -> Source:
-    """Reads the data set that `options.name` names; one from elsewhere is checked."""
+    """Reads the data set that `options.name` names, and checks it."""
     source = find("data source", options.name, SOURCES, GROUP)(options)
     what = f"data source {options.name!r} must return a perada.data.Source"
     if not isinstance(source, Source):

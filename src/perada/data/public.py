@@ -65,8 +65,8 @@ def _read(name: str, size: int, root: str) -> Pixels:
         return unlabelled(name, size)
     if not is_name(name, GROUP):
         raise InputError(f"Distill.data: {name!r} is not a folder with images, nor one of: {', '.join(PUBLIC)}")
-    found = find("public data", name, {}, GROUP)(DataOptions(name, size=size))
-    return _training(found) if isinstance(found, Source) else pixels_of(f"public data {name!r}", found)
+    data = find("public data", name, {}, GROUP)(DataOptions(name, size=size))
+    return _training(data) if isinstance(data, Source) else pixels_of(f"public data {name!r}", data)
 
 
 def _training(source: Source) -> Pixels:
@@ -79,13 +79,13 @@ def as_public(images: Any, federation: Federation) -> Tensor:
 
     images: an array or a tensor, as `Federation.from_arrays` takes it, as large as the clients' images.
     """
-    found = torch.from_numpy(np.array(pixels_of("public images", images)))
-    wanted = tuple(federation.images.shape[2:])
-    if tuple(found.shape[2:]) != wanted:
-        raise InputError(f"public images are {tuple(found.shape[2:])} pixels and the clients' {wanted}")
-    if len(found) < 2:
+    public = torch.from_numpy(np.array(pixels_of("public images", images)))
+    size, clients = tuple(public.shape[2:]), tuple(federation.images.shape[2:])
+    if size != clients:
+        raise InputError(f"public images are {size} pixels and the clients' {clients}")
+    if len(public) < 2:
         raise InputError("distillation needs at least two public images: batch norm cannot normalise one")
-    return found
+    return public
 
 
 class Chunks(Sequence[Any]):

@@ -32,7 +32,7 @@ def split(source: Source, options: DataOptions) -> tuple[tuple[Client, ...], Ind
     labels = categories(source, free, options.meta_min)
     if options.partition == "site":
         return _by_site(source, options, labels, (free, declared_val, declared_test), rng)
-    test, val, train = _held(labels, free, declared_test, declared_val, options, rng)
+    test, val, train = _hold_out(labels, free, declared_test, declared_val, options, rng)
     server = holdout(labels, train, options.server_val, rng) if options.server_val else train[:0]
     train = np.setdiff1d(train, server)
     labels = categories(source, train, options.meta_min)
@@ -76,7 +76,7 @@ def _marked(mask: Mask | None, pool: Indices) -> Indices:
     return pool[:0] if mask is None else pool[mask[pool]]
 
 
-def _held(
+def _hold_out(
     labels: NDArray[np.int64],
     free: Indices,
     test: Indices,
@@ -135,7 +135,7 @@ def _by_site(
     for name in names:
         mine, val, test = (pool[site[pool] == name] for pool in (free, declared_val, declared_test))
         own = rng_of(options.seed, "split", str(name))
-        parts.append(_held(labels, mine, test, val, options, own, left=1 - options.test))
+        parts.append(_hold_out(labels, mine, test, val, options, own, left=1 - options.test))
     train = np.sort(np.concatenate([train for *_, train in parts]))
     server = holdout(labels, train, options.server_val, rng) if options.server_val else train[:0]
     each = zip(names, parts, strict=True)
