@@ -72,6 +72,7 @@ def test_sites_are_split_as_the_same_data_in_a_file(tmp_path: Path) -> None:
     stored = build_federation(DataOptions(name="folder", root=str(file), **options), CPU)  # type: ignore[arg-type]
     assert parts(f) == parts(stored)
     assert f.facts() == stored.facts()
+    assert (f.options.name, f.options.val, f.seed) == ("given", 0.2, 3), "what a run folder says of them"
     assert [len(p) for p in parts(f)["north"]] == [21, 6, 3]
     turned = Federation.from_arrays(dict(reversed(two().items())), val=0.2, test=0.1, seed=3)
     assert (parts(turned), turned.fingerprint) == (parts(f), f.fingerprint)
@@ -196,12 +197,16 @@ def test_folders_and_manifests_give_what_their_options_give(files: Path) -> None
     assert len(flat.clients) == 3
     table = files / "list.csv"
     wanted = build_federation(DataOptions(name="folder", root=str(table), partition="site", site="owner", **more), CPU)
-    same(Federation.from_manifest(table, site="owner", **more), wanted)
+    made = Federation.from_manifest(table, site="owner", **more)
+    same(made, wanted)
     assert [c.name for c in wanted.clients] == ["a", "b"]
     with pytest.raises(InputError, match=r"no folder '.*/gone'"):
         Federation.from_folder(files / "gone")
     with pytest.raises(InputError, match="no folder"):
         Federation.from_folder(table)
+    with pytest.raises(InputError, match=r"data is not a manifest: give a \.csv or \.tsv file"):
+        Federation.from_manifest(root)
+    assert made.options == wanted.options
     with pytest.raises(InputError, match="no such manifest"):
         Federation.from_manifest(files / "gone.csv")
     with pytest.raises(InputError, match="unknown option 'clint'"):
@@ -210,7 +215,7 @@ def test_folders_and_manifests_give_what_their_options_give(files: Path) -> None
 
 def test_a_known_data_set_by_its_name() -> None:
     same(Federation.named("digits", clients=7, seed=2), build_federation(DataOptions(clients=7, seed=2), CPU))
-    with pytest.raises(InputError, match="unknown data source 'digit': did you mean 'digits'"):
+    with pytest.raises(InputError, match="unknown data set 'digit': did you mean 'digits'"):
         Federation.named("digit")
 
 

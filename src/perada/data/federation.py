@@ -19,8 +19,7 @@ from .arrays import Pair, from_sites
 from .augment import AUGMENT, DRAWS, SALT, Augment, padding
 from .folder import folder
 from .images import IMAGENET
-from .manifest import manifest
-from .named import read_source
+from .named import GIVEN, read_source
 from .options import DataOptions
 from .partition import LEAST
 from .source import Client, Indices, Pixels, Source
@@ -55,7 +54,8 @@ class Federation:
     skipped: tuple[str, ...] = ()  # files that could not be read
     tested: bool = True  # whether any client has test images; known even where those must not be touched
     fingerprint: str = ""  # of who holds which images (`split.fingerprint`)
-    resident: str = "auto"  # as DataOptions.resident
+    seed: int = 0  # of the split, and of the order of public images
+    options: DataOptions = field(default_factory=lambda: DataOptions(name=GIVEN))  # that make it again
 
     @classmethod
     def from_arrays(
@@ -75,7 +75,7 @@ class Federation:
         """
         given = {name: sets for name, sets in (("val", val), ("test", test)) if isinstance(sets, Mapping)}
         shares = {name: share for name, share in (("val", val), ("test", test)) if name not in given}
-        chosen = DataOptions.of(**{"partition": "site", **shares, **options})
+        chosen = DataOptions.of(**{"name": GIVEN, "partition": "site", **shares, **options})
         return build_federation(chosen, source=from_sites(sites, classes, **given))
 
     @classmethod
@@ -84,8 +84,8 @@ class Federation:
 
         options: other fields of `DataOptions`.
         """
-        chosen = DataOptions.of(name="folder", root=str(path), size=size, partition=partition, **options)
-        return build_federation(chosen, source=folder(str(path), size, chosen.skip_bad))
+        chosen = DataOptions.of(name="folder", root=_absolute(path), size=size, partition=partition, **options)
+        return build_federation(chosen, source=folder(chosen.root, size, chosen.skip_bad))
 
     @classmethod
     def from_manifest(cls, path: str | Path, *, size: int = 64, partition: str = "site", **options: Any) -> Federation:
@@ -93,8 +93,11 @@ class Federation:
 
         options: other fields of `DataOptions`.
         """
-        chosen = DataOptions.of(name="folder", root=str(path), size=size, partition=partition, **options)
-        return build_federation(chosen, source=manifest(str(path), size, chosen.skip_bad, chosen.labels, chosen.site))
+        if Path(path).suffix.lower() not in (".csv", ".tsv"):
+            raise InputError(f"{path} is not a manifest: give a .csv or .tsv file")
+        return build_federation(
+            DataOptions.of(name="folder", root=_absolute(path), size=size, partition=partition, **options)
+        )
 
     @classmethod
     def named(cls, name: str, **options: Any) -> Federation:
@@ -107,8 +110,10 @@ class Federation:
     def to(self, device: torch.device | str) -> Federation:
         """Returns the federation on a device. Images that would fill a GPU stay in memory and are streamed."""
         device = torch.device(device)
+        if self.device == device:
+            return self
         fits = self.images.device.type == device.type or _fits(self.images, device)
-        stream = self.resident == "no" or (self.resident == "auto" and not fits)
+        stream = self.options.resident == "no" or (self.options.resident == "auto" and not fits)
         images = self.images if stream else self.images.to(device)
         return replace(self, images=images, targets=self.targets.to(device), stream=stream)
 
@@ -238,8 +243,14 @@ def build_federation(options: DataOptions, device: torch.device = CPU, source: S
         skipped=source.skipped,
         tested=any(len(c.test) for c in clients),
         fingerprint=fingerprint(source, clients, server),
-        resident=options.resident,
+        stream=options.resident == "no",
+        seed=options.seed,
+        options=options,
     ).to(device)
+
+
+def _absolute(path: str | Path) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def _enough(clients: Sequence[Client]) -> None:

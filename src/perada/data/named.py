@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
-from ..plugins import find
+from ..plugins import called, find
 from .arrays import npz
 from .chexpert import chexpert
 from .cifar import cifar10, cifar100, stl10
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Reader = Callable[["DataOptions"], Source]
 
 GROUP = "perada.datasets"
+GIVEN = "given"  # what a run folder calls data, images or a network that were given from Python
 _TABLES = (".npz", ".csv", ".tsv")
 
 
@@ -47,6 +48,10 @@ def data_home() -> str:
     return os.environ.get("PERADA_DATA") or str(Path.home() / ".cache" / "perada" / "data")
 
 
+def _given(options: DataOptions) -> Source:
+    raise InputError("these data were given from Python: give them again, as federation=")
+
+
 SOURCES: dict[str, Reader] = {
     "digits": lambda options: digits(),
     "cifar10": lambda options: cifar10(options.root or data_home()),
@@ -55,13 +60,15 @@ SOURCES: dict[str, Reader] = {
     "office-home": _folders(lambda o: office_home(o.root or data_home(), o.size, o.skip_bad)),
     "chexpert": _folders(lambda o: chexpert(o.root or data_home(), o.size, o.uncertain, o.skip_bad)),
     "folder": own,
+    GIVEN: _given,
 }
 
 
 def read_source(options: DataOptions) -> Source:
     """Reads the data set that `options.name` names, and checks it."""
-    source = find("data source", options.name, SOURCES, GROUP)(options)
-    what = f"data source {options.name!r} must return a perada.data.Source"
+    read = find("data set", GROUP, options.name, SOURCES)
+    source = read(options) if options.name in SOURCES else called("data set", options.name, read, options)
+    what = f"data set {options.name!r} must return a perada.data.Source"
     if not isinstance(source, Source):
         raise InputError(f"{what}, not {type(source).__name__}")
     shape, targets = source.images.shape, source.targets

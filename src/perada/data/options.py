@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import InputError, unknown
-from ..plugins import installed, is_name
+from ..plugins import check
 from .named import GROUP, SOURCES
 
 
@@ -41,8 +41,7 @@ class DataOptions:
     skip_bad: bool = _option(False, "skip images that cannot be read")
 
     def __post_init__(self) -> None:
-        if self.name not in SOURCES and not is_name(self.name, GROUP):
-            raise unknown("data source", self.name, [*SOURCES, *installed(GROUP)])
+        check("data set", GROUP, self.name, SOURCES)
         if self.name == "digits" and self.root:
             raise ValueError("name=digits is part of the package and reads no path: for your own images use 'folder'")
         if not self.alpha > 0:

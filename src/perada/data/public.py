@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,24 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..lanes import LaneModel, Stem
-from ..plugins import find, is_name
+from ..plugins import PATH, called, find
 from .arrays import npz, pixels_of
 from .cifar import stl10_public
 from .digits import digits, glyphs
 from .federation import Federation, writable
 from .folder import unlabelled
 from .images import resized
-from .named import GROUP, SOURCES, data_home, place_of
+from .named import GIVEN, GROUP, SOURCES, data_home, place_of
 from .options import DataOptions
 from .source import Pixels, Source
 
 VALIDATION = "validation"  # the clients' own validation data, which only a simulation can ask for
-PUBLIC = ("none", "glyphs", "digits", "cifar10", "cifar100", "stl10", VALIDATION)
+PUBLIC = ("none", "glyphs", "digits", "cifar10", "cifar100", "stl10", VALIDATION, GIVEN)
 
 
 def is_public_name(name: str) -> bool:
     """Returns whether `Distill.data` is a name, and not a path."""
-    return name in PUBLIC or is_name(name, GROUP)
+    return name in PUBLIC or bool(PATH.fullmatch(name) or entry_points(group=GROUP, name=name))
 
 
 def public_images(name: str, size: int, root: str = "") -> Tensor | None:
@@ -47,6 +48,8 @@ def public_images(name: str, size: int, root: str = "") -> Tensor | None:
 
 
 def _read(name: str, size: int, root: str) -> Pixels:
+    if name == GIVEN:
+        raise InputError("the public images were given from Python: give them again, as public=")
     if name == "glyphs":
         return glyphs()
     if name == "digits":
@@ -63,9 +66,9 @@ def _read(name: str, size: int, root: str) -> Pixels:
         return _training(npz(name))
     if Path(name).expanduser().is_dir():
         return unlabelled(name, size)
-    if not is_name(name, GROUP):
+    if not is_public_name(name):
         raise InputError(f"Distill.data: {name!r} is not a folder with images, nor one of: {', '.join(PUBLIC)}")
-    data = find("public data", name, {}, GROUP)(DataOptions(name, size=size))
+    data = called("public data", name, find("public data", GROUP, name, {}), DataOptions(name, size=size))
     return _training(data) if isinstance(data, Source) else pixels_of(f"public data {name!r}", data)
 
 
