@@ -11,8 +11,11 @@ import torch
 from helpers import CPU
 from PIL import Image
 
+import perada
 from perada.data import DataOptions, Federation, as_public, blank, build_federation
 from perada.errors import InputError
+from perada.methods.perada import PerAda
+from perada.models import build_backbone
 
 RNG = np.random.default_rng(0)
 X = RNG.integers(0, 256, (50, 3, 8, 9), np.uint8)
@@ -279,9 +282,8 @@ def test_public_images_from_memory() -> None:
         assert found.dtype == torch.uint8
         assert np.array_equal(found.numpy(), X)
     assert tuple(as_public(X[:, 0], f).shape) == (50, 1, 8, 9), "grey ones are prepared like colour ones"
-    found = as_public(X, f)
-    found[0] = 1
-    assert X[0].max() > 1, "a copy"
+    ready = torch.from_numpy(X)
+    assert as_public(ready, f) is ready
     for images, says in (
         (X[..., :8], r"public images are \(8, 8\) pixels and the clients' \(8, 9\)"),
         (X[:1], "at least two public images"),
@@ -290,3 +292,24 @@ def test_public_images_from_memory() -> None:
     ):
         with pytest.raises(InputError, match=says):
             as_public(images, f)
+
+
+# In a run.
+
+
+def test_a_run_on_arrays_is_loaded_with_the_same_arrays_only(tmp_path: Path) -> None:
+    x = (X[:, :, :8, :8] // 4 + 60 * Y[:, None, None, None]).astype(np.uint8)
+    f = Federation.from_arrays(two(x))
+    net, _ = build_backbone("resnet8", 3, "random", 0)
+    options = {"train": perada.Train(rounds=1, epochs=1, batch=8, cohort=0), "public": x / 255}
+    distill = perada.Distill(steps=2, batch=8, guard="none")
+    experiment = perada.Experiment(net, f, PerAda(), distill=distill, device="cpu", **options)  # type: ignore[arg-type]
+    trained = experiment.run(tmp_path / "run")
+    with pytest.raises(InputError, match="data from Python"):
+        perada.load(tmp_path / "run", device="cpu").evaluate()
+    again = perada.load(tmp_path / "run", model=net, federation=Federation.from_arrays(two(x)), device="cpu")
+    assert again.clients == ("north", "south")
+    assert again.evaluate() == trained.evaluate()
+    other = perada.load(tmp_path / "run", model=net, federation=Federation.from_arrays(two(x[::-1], Y[::-1])))
+    with pytest.raises(InputError, match="the data are not those"):
+        other.evaluate()

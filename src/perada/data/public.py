@@ -7,7 +7,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,7 +81,10 @@ def as_public(images: Any, federation: Federation) -> Tensor:
 
     images: an array or a tensor, as `Federation.from_arrays` takes it, as large as the clients' images.
     """
-    public = torch.from_numpy(np.array(pixels_of("public images", images)))
+    ready = (
+        isinstance(images, Tensor) and images.dtype == torch.uint8 and images.dim() == 4 and images.shape[1] in (1, 3)
+    )
+    public: Tensor = images if ready else torch.from_numpy(writable(pixels_of("public images", images)))
     size, clients = tuple(public.shape[2:]), tuple(federation.images.shape[2:])
     if size != clients:
         raise InputError(f"public images are {size} pixels and the clients' {clients}")
