@@ -12,6 +12,7 @@ from helpers import CPU
 from PIL import Image
 
 import perada
+from perada.adapters import Residual
 from perada.data import DataOptions, Federation, as_public, blank, build_federation
 from perada.errors import InputError
 from perada.methods.perada import PerAda
@@ -301,15 +302,15 @@ def test_a_run_on_arrays_is_loaded_with_the_same_arrays_only(tmp_path: Path) -> 
     x = (X[:, :, :8, :8] // 4 + 60 * Y[:, None, None, None]).astype(np.uint8)
     f = Federation.from_arrays(two(x))
     net, _ = build_backbone("resnet8", 3, "random", 0)
-    options = {"train": perada.Train(rounds=1, epochs=1, batch=8, cohort=0), "public": x / 255}
+    options: dict[str, Any] = {"train": perada.Train(rounds=1, epochs=1, batch=8, cohort=0), "public": x / 255}
     distill = perada.Distill(steps=2, batch=8, guard="none")
-    experiment = perada.Experiment(net, f, PerAda(), distill=distill, device="cpu", **options)  # type: ignore[arg-type]
-    trained = experiment.run(tmp_path / "run")
+    options |= {"adapter": Residual(dropout=0.1), "distill": distill, "device": "cpu"}
+    trained = perada.Experiment(net, f, PerAda(), **options).run(tmp_path / "run")
     with pytest.raises(InputError, match="data from Python"):
         perada.load(tmp_path / "run", device="cpu").evaluate()
     again = perada.load(tmp_path / "run", model=net, federation=Federation.from_arrays(two(x)), device="cpu")
     assert again.clients == ("north", "south")
     assert again.evaluate() == trained.evaluate()
-    other = perada.load(tmp_path / "run", model=net, federation=Federation.from_arrays(two(x[::-1], Y[::-1])))
+    other = Federation.from_arrays(two(x[::-1], Y[::-1]))
     with pytest.raises(InputError, match="the data are not those"):
-        other.evaluate()
+        perada.load(tmp_path / "run", model=net, federation=other, device="cpu").evaluate()
