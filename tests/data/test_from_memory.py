@@ -144,6 +144,7 @@ def test_names_numbers_and_several_labels() -> None:
         ({"a": (X, Y), "b": (X[..., :8], Y)}, "site 'b': images [3, 8, 8], at other sites [3, 8, 9]"),
         ({"a": (X, Y), "b": (X, Y.astype(str))}, "site 'b': labels of another kind than at other sites"),
         ({"a": (X, Y), "b": (X, np.eye(3, dtype=int)[Y])}, "site 'b': labels of another kind"),
+        ({"a": (X, np.eye(3)[Y]), "b": (X, np.eye(4)[Y])}, "site 'b': labels of another kind"),
     ],
 )
 def test_wrong_arrays_are_one_line(sites: Any, says: str) -> None:
@@ -153,6 +154,9 @@ def test_wrong_arrays_are_one_line(sites: Any, says: str) -> None:
 def test_wrong_options_are_one_line() -> None:
     refused("unknown option 'sede': did you mean 'seed'?", two(), sede=1)
     refused("DataOptions.val must be in [0, 1), not 2", two(), val=2)
+    refused("DataOptions.augment must be one of none, flip, crop, resized-crop, not 'flop'", two(), augment="flop")
+    refused("DataOptions.partition must be one of dirichlet", two(), partition="dirchlet")
+    refused("cannot make DataOptions of {'name': 'given'", two(), val="a tenth")
     refused("label 'd' is not one of its classes", two(y=np.array(list("abd"))[Y]), classes=["a", "b", "c"])
     refused("label 2 of image 2 is out of range (0 to 1)", two(), classes=["a", "b"])
     refused("2 class names for 3 labels", two(y=np.eye(3, dtype=int)[Y]), classes=["a", "b"])

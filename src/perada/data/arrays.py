@@ -21,7 +21,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,11 +44,21 @@ Arrays = dict[str, Array]
 Pair = tuple[Any, Any]  # images and labels, numpy or torch
 
 
+class _Part(NamedTuple):
+    """The images and labels of one site for one split; `where` names them in an error."""
+
+    where: str
+    site: str
+    split: str
+    images: Pixels
+    labels: Array
+
+
 def from_sites(sites: Mapping[str, Pair], classes: Sequence[str] | None = None, **sets: Mapping[str, Pair]) -> Source:
     """Returns a `Source` of each site's images and labels; `val` and `test` are further ones of the same sites."""
     if not sites:
         raise InputError('no sites: give {"site": (images, labels)}')
-    parts = []  # in an order that does not depend on that of the mapping
+    parts = []  # sorted, so that the order of the mapping does not matter
     for split, given in {"train": sites, **sets}.items():
         for site in sorted({*sites, *given}):
             where = f"site {site!r}" if split == "train" else f"{split} data of site {site!r}"
@@ -61,17 +71,23 @@ def from_sites(sites: Mapping[str, Pair], classes: Sequence[str] | None = None, 
             except (TypeError, ValueError) as error:
                 raise InputError(f"{where}: give a pair (images, labels)") from error
             images = pixels_of(where, x)
-            parts.append((where, site, split, images, _labels(where, y, len(images))))
-    for where, _, _, images, labels in parts:
-        if images.shape[1:] != parts[0][3].shape[1:]:
-            raise InputError(f"{where}: images {list(images.shape[1:])}, at other sites {list(parts[0][3].shape[1:])}")
-        if (labels.ndim, labels.dtype.kind == "U") != (parts[0][4].ndim, parts[0][4].dtype.kind == "U"):
-            raise InputError(f"{where}: labels of another kind than at other sites")
-    names = _class_names(np.concatenate([p[4] for p in parts])) if classes is None else tuple(map(str, classes))
-    targets = np.concatenate([_numbered(where, labels, names) for where, *_, labels in parts])
-    owner, split_ = (np.repeat(np.array([p[i] for p in parts]), [len(p[3]) for p in parts]) for i in (1, 2))
-    val, test = (split_ == name if name in sets else None for name in ("val", "test"))
-    return _source("arrays", np.concatenate([p[3] for p in parts]), targets, names, owner, test, val)
+            parts.append(_Part(where, site, split, images, _labels(where, y, len(images))))
+
+    def kind(labels: Array) -> tuple[Any, ...]:
+        return labels.dtype.kind == "U", *labels.shape[1:]
+
+    for p in parts:
+        size, wanted = list(p.images.shape[1:]), list(parts[0].images.shape[1:])
+        if size != wanted:
+            raise InputError(f"{p.where}: images {size}, at other sites {wanted}")
+        if kind(p.labels) != kind(parts[0].labels):
+            raise InputError(f"{p.where}: labels of another kind than at other sites")
+    names = _class_names(np.concatenate([p.labels for p in parts])) if classes is None else tuple(map(str, classes))
+    targets = np.concatenate([_numbered(p.where, p.labels, names) for p in parts])
+    counts = [len(p.images) for p in parts]
+    owner = np.repeat(np.array([p.site for p in parts]), counts)
+    test, val = split_masks(np.repeat([p.split for p in parts], counts).tolist())
+    return _source("arrays", np.concatenate([p.images for p in parts]), targets, names, owner, test, val)
 
 
 def npz(path: str) -> Source:

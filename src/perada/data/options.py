@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ..errors import InputError, unknown
 from ..plugins import check
@@ -42,6 +42,9 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         check("data set", GROUP, self.name, SOURCES)
+        for name, kind in get_type_hints(type(self)).items():
+            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
         if self.name == "digits" and self.root:
             raise ValueError("name=digits is part of the package and reads no path: for your own images use 'folder'")
         if not self.alpha > 0:
@@ -70,5 +73,7 @@ class DataOptions:
                 raise unknown("option", name, known)
         try:
             return cls(**options)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise InputError(f"DataOptions.{error}") from error
+        except TypeError as error:  # text for a number, say
+            raise InputError(f"cannot make DataOptions of {options}: {error}") from error
