@@ -16,7 +16,6 @@ import typer.core
 from .. import __version__
 from ..config import in_keys, parse_grid, parse_setting, presets, resolve
 from ..config.build import about_data
-from ..data.commands import app as data_app
 from ..errors import InputError, RunError
 from ..machine import device_of, keep_memory
 from ..methods import REGISTRY, method_sizes
@@ -30,6 +29,7 @@ from ..sweep.compare import compare
 from ..sweep.tune import tune
 from . import tables
 from .console import INTERRUPTED, SAID, AsJson, out, print_json, say, tell
+from .data import app as data_app
 from .watch import watched
 
 typer.core.HAS_RICH = False  # help is plain, but typer 0.20, which flwr asks for, would write "\[required]" in it

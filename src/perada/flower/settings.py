@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config import Config, from_tables, presets, resolve, section
-from ..data import PUBLIC, VALIDATION
+from ..data import VALIDATION, is_public_name
 from ..data.images import IMAGENET
 from ..errors import InputError, unknown
 from ..methods import hyperparameters
@@ -130,9 +130,9 @@ def _run_config(file: Path, tables: dict[str, Any], federation: FederationOption
         if not isinstance(values, dict):
             raise InputError(f"{file}: [{name}] must be a section, not a value")
         overrides |= {f"{name}.{key}": value for key, value in values.items()}
-    for key, words in (("model.weights", WEIGHTS), ("distill.data", PUBLIC)):
+    for key, is_name in (("model.weights", WEIGHTS.__contains__), ("distill.data", is_public_name)):
         value = overrides.get(key)
-        if isinstance(value, str) and value not in words:
+        if isinstance(value, str) and not is_name(value):
             overrides[key] = str(file.parent / Path(value).expanduser())
     for key in overrides:
         if key.startswith("data.") and key.removeprefix("data.") not in ("size", "val", "test", "seed", *SHARED_DATA):
