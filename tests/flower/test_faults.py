@@ -283,7 +283,7 @@ def test_strangers_and_impostors_are_refused_once(tmp_path: Path) -> None:
     path = serve(grid, world.settings, "run")
     refused = [e["detail"] for e in events(path) if e["event"] == "refused"]
     assert refused == [
-        "node 8: 'spy' is no site of this federation",
+        "node 8: 'spy' is not a site of this federation",
         "node 9: west: it belongs to federation 'chest', not 'digits'",
     ]
     assert {s for d, s, k, _, _ in grid.log if k == "train"} == set(SITES)

@@ -17,8 +17,8 @@ import pytest
 from perada.cli import main as cli
 from perada.errors import InputError
 from perada.flower.address import Address, check_plain, free_port
+from perada.flower.guards import COMPONENTS, LocalOnly, problem_of
 from perada.flower.processes import environment, marked
-from perada.flower.wrapped import COMPONENTS, LocalOnly, is_ours
 
 # Who may give commands.
 
@@ -85,7 +85,7 @@ def fab(files: dict[str, str]) -> bytes:
 
 
 def test_our_app_is_taken() -> None:
-    assert is_ours(fab({"pyproject.toml": PROJECT, ".info/CONTENT": ""})) is None
+    assert problem_of(fab({"pyproject.toml": PROJECT, ".info/CONTENT": ""})) is None
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_our_app_is_taken() -> None:
     ],
 )
 def test_other_apps_are_not(files: dict[str, str], says: str) -> None:
-    assert says in (is_ours(fab(files)) or "taken")
+    assert says in (problem_of(fab(files)) or "taken")
 
 
 GUARDED = """
 import sys
 from flwr.superlink.servicer.control import control_handlers
-from perada.flower.wrapped import guard_apps
+from perada.flower.guards import guard_apps
 guard_apps()
 for path in sys.argv[1:]:
     try:
@@ -137,8 +137,8 @@ def test_the_server_reads_no_app_but_ours(tmp_path: Path) -> None:
     assert "perada: refused to fetch an app from Flower's hub" in done.stdout  # it was not asked in vain
 
 
-def test_what_is_no_app_is_not() -> None:
-    assert is_ours(b"not a zip") == "it cannot be read"
+def test_other_bytes_are_not_an_app() -> None:
+    assert problem_of(b"not a zip") == "it cannot be read"
 
 
 def test_the_components_exist() -> None:
@@ -173,11 +173,11 @@ def test_bad_addresses(text: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "fl.example.org", "::"])
 def test_unencrypted_beyond_this_machine_must_be_asked_for_twice(host: str) -> None:
     with pytest.raises(InputError, match="--i-know-this-is-not-encrypted"):
-        check_plain(Address(host, 1), insecure=True, knows=False)
-    check_plain(Address(host, 1), insecure=True, knows=True)
-    check_plain(Address("127.0.0.1", 1), insecure=True, knows=False)
-    with pytest.raises(InputError, match="only with --insecure"):
-        check_plain(Address(host, 1), insecure=False, knows=True)
+        check_plain(Address(host, 1), insecure=True, confirmed=False)
+    check_plain(Address(host, 1), insecure=True, confirmed=True)
+    check_plain(Address("127.0.0.1", 1), insecure=True, confirmed=False)
+    with pytest.raises(InputError, match="needs --insecure"):
+        check_plain(Address(host, 1), insecure=False, confirmed=True)
 
 
 @pytest.fixture(scope="module")
@@ -195,12 +195,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["server", "gone"], "perada flower init"),
         (["server", "P", "--insecure", "--host", "0.0.0.0"], "--i-know-this-is-not-encrypted"),
         (["server", "P", "--insecure", "--host", "203.0.113.1", "--i-know-this-is-not-encrypted"], "cannot listen"),
-        (["server", "P", "--i-know-this-is-not-encrypted"], "--insecure"),
+        (["server", "P", "--i-know-this-is-not-encrypted"], "needs --insecure"),
         (["site", "--dir", "P"], "--name"),
         (["site", "--dir", "P", "--name", "a"], "--data"),
         (["site", "--dir", "P", "--name", "a", "--data", "gone"], "no data"),
         (["site", "--dir", "P", "--name", "a", "--data", "D"], "ca.crt"),
-        (["site", "--dir", "P", "--name", "../a", "--data", "D"], "site name"),
+        (["site", "--dir", "P", "--name", "../a", "--data", "D"], "name must be letters"),
         (["site", "--dir", "D", "--name", "a", "--data", "D"], "site.toml"),
         (["site", "--dir", "P", "--name", "a", "--data", "D", "--server", "fl.example.org", "--insecure"], "--i-know"),
         (["run", "P"], "no server runs"),
@@ -239,7 +239,9 @@ def test_flower_is_kept_off_the_network(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_without_flower_the_rest_works_and_one_line_says_what_to_install() -> None:
-    code = "import sys; sys.modules['flwr'] = None; from perada import cli; sys.exit(cli.main(sys.argv[1:]))"
+    code = (
+        "import sys; sys.modules['flwr'] = None; from perada.cli import main as cli; sys.exit(cli.main(sys.argv[1:]))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, "flower", "server", "x", "--port", "3"],
         capture_output=True,
@@ -284,7 +286,7 @@ with processes.stoppable():
 SIGNS = """
 import itertools
 from flwr.supercore.heartbeat import HeartbeatSender
-from perada.flower.wrapped import guard_node
+from perada.flower.guards import guard_node
 guard_node(0.5)
 sender = HeartbeatSender(lambda: True)
 print(list(itertools.islice(sender._retry_invoker.wait_gen_factory(), 6)))
@@ -299,8 +301,8 @@ def test_a_site_is_soon_back_when_the_server_is() -> None:
 
 def test_a_service_ends_with_whoever_started_it(tmp_path: Path) -> None:
     """SIGKILL of the parent: the wrapper gets SIGTERM from the kernel."""
-    wrapper = f"import os, sys; sys.path.insert(0, {str(Path(cli.__file__).parent)!r}); import time; " + (
-        "from flower.wrapped import die_with_parent; die_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
+    wrapper = f"import os, sys; sys.path.insert(0, {str(Path(cli.__file__).parents[1])!r}); import time; " + (
+        "from flower.guards import die_with_parent; die_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
     )
     parent = (
         "import os, subprocess, sys, time; "

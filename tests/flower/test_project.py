@@ -14,9 +14,9 @@ import pytest
 from flwr.cli.build import build_fab_from_disk
 
 from perada.cli import main as cli
+from perada.flower.guards import problem_of
 from perada.flower.project import Project
 from perada.flower.settings import SiteSettings
-from perada.flower.wrapped import is_ours
 
 
 def test_a_project_is_ready_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,21 +42,21 @@ def test_what_is_asked_for_is_in_it(tmp_path: Path) -> None:
     assert settings.config.method == {"name": "ditto", "lam": 0.5} | settings.config.method
     assert settings.config.train.rounds == 3
     assert project.port() == 7000
-    assert "--server-name fl.example.org --sites a,b" in (project.folder / "certs.sh").read_text()
+    assert '--server-name fl.example.org "$@"' in (project.folder / "certs.sh").read_text()  # no keys of sites
 
 
 def test_a_backbone_that_nothing_was_trained_with_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--preset", "folder", "--classes", "cat,dog", "--server", "fl.example.org"]
     assert cli.main(["flower", "init", str(tmp_path / "p"), *words]) == 0
     said = capsys.readouterr().err
-    assert f"perada flower certs {tmp_path / 'p' / 'certs'} --server-name fl.example.org, each site's own key" in said
+    assert f"{tmp_path / 'p' / 'certs.sh'}, each site's own key by perada flower certs certs --keys-only" in said
     assert '[model]\nweights = "random"  # better a pretrained file' in (tmp_path / "p" / "server.toml").read_text()
-    assert Project.open(tmp_path / "p").settings().untrained
+    assert Project.open(tmp_path / "p").settings().random_backbone
     for method in ("fedavg", "fedalt-adapter"):
         assert cli.main(["flower", "init", str(tmp_path / method), *words, "--method", method]) == 0
-        assert not Project.open(tmp_path / method).settings().untrained, "it trains all of it"
+        assert not Project.open(tmp_path / method).settings().random_backbone, "it trains all of it"
     assert cli.main(["flower", "init", str(tmp_path / "r")]) == 0
-    assert not Project.open(tmp_path / "r").settings().untrained, "the digits have weights"
+    assert not Project.open(tmp_path / "r").settings().random_backbone, "the digits have weights"
     assert f"next: {tmp_path / 'r' / 'certs.sh'}, then" in capsys.readouterr().err
 
 
@@ -74,7 +74,7 @@ def test_the_app_is_a_small_one_without_code(tmp_path: Path) -> None:
     (tmp_path / "p" / "certs" / "secret.toml").write_text("")  # nothing beside app/ is taken along
     fab = build_fab_from_disk(Project.open(tmp_path / "p").app)
     assert len(fab) < 2000
-    assert is_ours(fab) is None
+    assert problem_of(fab) is None
 
 
 def test_the_certificate_script_works(tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ def test_the_certificate_script_works(tmp_path: Path) -> None:
         (["--sites", ""], "site"),
         (["--sites", "a,a"], "twice"),
         (["--sites", "a,server"], "site name 'server'"),
-        (["--name", "flower"], "federation name 'flower'"),
-        (["--name", "Runs"], "federation name 'Runs'"),
+        (["--name", "flower"], "'flower' is the name of a folder"),
+        (["--name", "Runs"], "'Runs' is the name of a folder"),
         (["--server", "a:b:c"], "host:port"),
         (["--server", "host:99999"], "host:port"),
-        (["--set", "data.alpha=0.5"], "data.alpha has no meaning here"),
+        (["--set", "data.alpha=0.5"], "alpha has no meaning at a server"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

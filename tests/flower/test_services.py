@@ -1,4 +1,4 @@
-"""The services and what is typed beside them: which keys are let in, one of a kind, whose the files are, runs."""
+"""The services and what is typed beside them: which keys are admitted, one of a kind, whose the files are, runs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pytest
 
 from perada.cli import main as cli
 from perada.errors import InputError, RunError
-from perada.flower import certs, commands, control, launch
+from perada.flower import certs, collect, control, launch
 from perada.flower.address import free_port
 from perada.flower.control import Control
-from perada.flower.launch import Door
+from perada.flower.launch import Admission
 from perada.flower.project import Project
 from perada.flower.settings import ServerSettings
 from perada.runs import folder as runs
 from perada.runs.folder import locked
 
-# Which keys are let in.
+# Which keys are admitted.
 
 
 class Link(Control):
@@ -68,7 +68,7 @@ def test_the_keys_in_the_folder_are_let_in_and_no_others(tmp_path: Path) -> None
 
 
 def test_a_key_that_cannot_be_read_now_costs_its_site_nothing(tmp_path: Path) -> None:
-    """Flower never takes back a key that was unregistered: so what is being copied anew stays let in."""
+    """Flower never takes back a key that was unregistered: so a key that is being copied again stays admitted."""
     Link.registered, link = {}, Link(tmp_path)
     link.admit({"a": b"0", "b": b"1"})
     before = link.sites()
@@ -90,7 +90,7 @@ def test_a_key_that_flower_does_not_take_back_keeps_nobody_else_out(tmp_path: Pa
     Link.registered, link = {}, Used(tmp_path)
     lines = link.admit({"a": b"0", "b": b"1"})
     assert list(link.sites().values()) == ["b"]
-    assert lines[0].startswith("warning: the key of a is not let in")
+    assert lines[0].startswith("warning: the key of a is not admitted")
     assert "--renew a" in lines[0]
 
 
@@ -110,18 +110,18 @@ def test_a_key_that_cannot_be_let_in_is_tried_again(tmp_path: Path) -> None:
     Link.registered, Broken.mended = {}, False
     certs.make(tmp_path / "certs", ["localhost"], ["a"])
     said: list[str] = []
-    door = Door(Broken(tmp_path), tmp_path / "certs", ("a",), said.append)
+    admission = Admission(Broken(tmp_path), tmp_path / "certs", ("a",), said.append)
     for _ in range(4):
-        door.look()
+        admission.update()
     assert len(said) == 1
     assert "hiccups" in said[0]
     Broken.mended, file = True, tmp_path / "certs" / "sites" / "a.pub"
     with pytest.MonkeyPatch.context() as patch:  # a SuperLink that is a dictionary takes numbers for keys
         patch.setattr(certs, "good_keys", lambda keys: (dict.fromkeys(keys, b"1"), []))
-        door.look()
-    assert said[1:] == ["the key of a is let in"]
+        admission.update()
+    assert said[1:] == ["the key of a is admitted"]
     assert file.is_file()
-    door.look()
+    admission.update()
     assert len(said) == 2
 
 
@@ -134,20 +134,20 @@ def test_a_half_copied_key_does_not_stop_the_server(tmp_path: Path) -> None:
     said: list[str] = []
 
     class Counter(Control):
-        def admit(self, keys: Mapping[str, bytes], spared: Collection[str] = ()) -> list[str]:
-            admitted.append((set(keys), list(spared)))
+        def admit(self, keys: Mapping[str, bytes], keep: Collection[str] = ()) -> list[str]:
+            admitted.append((set(keys), list(keep)))
             return []
 
-    door = Door(Counter(tmp_path), tmp_path / "certs", ("a", "b", "c"), said.append)
-    door.look()  # has seen the files once: they may still be growing
+    admission = Admission(Counter(tmp_path), tmp_path / "certs", ("a", "b", "c"), said.append)
+    admission.update()  # has seen the files once: they may still be growing
     assert admitted == []
-    door.look()
+    admission.update()
     assert admitted == [({"a", "c"}, ["b"])]
-    assert said == ["warning: b.pub cannot be read: b is not let in"]
+    assert said == ["warning: b.pub cannot be read: b is not admitted"]
     certs.renew_site(tmp_path / "certs", "b")
-    door.look()
-    door.look()
-    door.look()
+    admission.update()
+    admission.update()
+    admission.update()
     assert admitted[1:] == [({"a", "b", "c"}, [])]
 
 
@@ -214,7 +214,7 @@ def test_a_federation_is_not_called_as_a_folder_beside_it(
     ):
         file = keyed / name
         file.write_text(file.read_text().replace('"federation"', '"runs"'))
-        assert "federation name 'runs'" in refusal(words, capsys)
+        assert "'runs' is the name of a folder" in refusal(words, capsys)
 
 
 @pytest.mark.parametrize("command", ["server", "site"])
@@ -224,8 +224,8 @@ def test_what_a_service_writes_is_for_its_owner_alone(
     def service(*words: object) -> None:
         (tmp_path / "written").touch()
 
-    monkeypatch.setattr(commands, "serve", service)
-    monkeypatch.setattr(commands, "join", service)
+    monkeypatch.setattr(launch, "_serve", service)
+    monkeypatch.setattr(launch, "_join", service)
     (tmp_path / "data" / "0").mkdir(parents=True)
     words = {
         "server": ["server", str(keyed)],
@@ -284,7 +284,7 @@ def test_the_line_to_go_on_with_is_complete(keyed: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Control, "open", classmethod(lambda cls, home: cls(home)))
     monkeypatch.setattr(Control, "start", lambda *words: "1")
-    monkeypatch.setattr(commands.shelf, "follow", follow)
+    monkeypatch.setattr(collect, "follow", follow)
     assert cli.main(["flower", "run", str(keyed), "--name", "x", "--continue-from", "run-1"]) == 1
     assert lines == [f"perada flower run {keyed} --resume --name x --continue-from run-1"]
 
@@ -295,7 +295,7 @@ def test_a_run_on_a_random_backbone_is_warned_of(
     monkeypatch.setattr(Control, "open", classmethod(lambda cls, home: cls(home)))
     monkeypatch.setattr(Control, "start", lambda *words: "1")
     for random in (False, True):
-        monkeypatch.setattr(ServerSettings, "untrained", random)
+        monkeypatch.setattr(ServerSettings, "random_backbone", random)
         assert cli.main(["flower", "run", str(keyed), "--detach"]) == 0
         assert ("warning: the frozen backbone is random" in capsys.readouterr().err) is random
 
@@ -306,10 +306,10 @@ def test_a_run_that_failed_is_told_soon(keyed: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Control, "open", classmethod(lambda cls, home: cls(home)))
     monkeypatch.setattr(Control, "run_status", lambda self, number: "finished:failed")
     monkeypatch.setattr(Control, "complaint", lambda self, number: "too few sites")
-    monkeypatch.setattr(commands.shelf, "ASK_S", 60.0)
+    monkeypatch.setattr(collect, "ASK_S", 60.0)
     began = time.monotonic()
     with pytest.raises(RunError, match=r"too few sites.*: again"):
-        commands.shelf.follow(Control(keyed), "1", commands.shelf.Follower(folder, print), "again")
+        collect.follow(Control(keyed), "1", collect.Follower(folder, print), "again")
     assert time.monotonic() - began < 30
 
 
@@ -329,11 +329,11 @@ def test_two_who_look_do_not_take_each_other_for_a_server(keyed: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH)
-        assert commands.shelf.runs(Project.open(keyed))["run-1"]["status"] == "stopped"
+        assert collect.runs(Project.open(keyed))["run-1"]["status"] == "stopped"
     finally:
         os.close(handle)
     with locked(folder):
-        assert commands.shelf.runs(Project.open(keyed))["run-1"]["status"] == "running"
+        assert collect.runs(Project.open(keyed))["run-1"]["status"] == "running"
 
 
 def test_a_look_at_a_run_is_in_nobodys_way(keyed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from flower.test_faults import events, without_clock
 from flower.wire import SITES, MemoryGrid, World, make_world, run
 from perada.errors import InputError, RunError
 from perada.flower import app
-from perada.flower.belief import LEAST_S, Clock, guard_losses, mean_loss, sample_count
+from perada.flower.checks import MIN_WAIT_S, Clock, guard_losses, mean_loss, sample_count
 from perada.flower.client import handle
 from perada.flower.messages import Refused, read_about, read_reply
 from perada.flower.settings import MAX_ROUND, Plan
@@ -100,7 +100,7 @@ def test_a_plan_names_no_file_and_no_download(
 
 @pytest.mark.parametrize("backbone", ["", "/../../../away", "AB" * 32, "ab" * 32 + "\n"])
 def test_a_plans_backbone_is_a_digest(backbone: str, asked: tuple[World, MemoryGrid]) -> None:
-    with pytest.raises(InputError, match="backbone is no sha256"):
+    with pytest.raises(InputError, match="backbone is not a sha256"):
         Plan.parse(Plan.of(asked[0].settings, backbone).text())
 
 
@@ -161,7 +161,7 @@ def test_waiting_for_sites_is_part_of_the_round(tmp_path: Path) -> None:
 
 def test_a_clock_leaves_something_to_whoever_comes_last() -> None:
     assert Clock.start(1000.0).left(0.2) == pytest.approx(800, abs=1)
-    assert Clock(1000.0, time.monotonic() - 5).left() == LEAST_S
+    assert Clock(1000.0, time.monotonic() - 5).left() == MIN_WAIT_S
     assert Clock(1.0, time.monotonic() - 5).left() == 0.25
 
 
@@ -215,7 +215,7 @@ def test_a_site_cannot_outweigh_everybody_by_saying_so(count: float, tmp_path: P
     path, _ = run(world, meddle=meddled("train", {"samples": count}))
     told = [(e["site"], e["detail"]) for e in events(path) if e["event"] == "refused"]
     assert [s for s, _ in told] == ["west"]
-    assert "more than 1000000 (rounds.max_samples)" in told[0][1]
+    assert "more than 1000000 (Rounds.max_samples)" in told[0][1]
     assert without_clock(path)[-1]["absent"] == ["west"]
 
 

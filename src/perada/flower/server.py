@@ -28,9 +28,8 @@ from ..report import write_report
 from ..runs.folder import Checkpoint, RunFolder, device_of
 from ..runs.run import Run, summary_of
 from ..server.distill import Server
-from .belief import Clock, Gathered, Number, guard_losses, mean_loss, sample_count, why_not
+from .checks import Clock, Gathered, Number, guard_losses, mean_loss, sample_count, why_not
 from .client import backbone_state, shapes_of, weights_digest
-from .holdings import empty_federation, public_test
 from .link import Link
 from .messages import (
     About,
@@ -44,6 +43,7 @@ from .messages import (
 )
 from .records import Diary
 from .settings import Plan, ServerSettings
+from .site_data import empty_federation, public_test
 
 SCORES = ("local_test", "local_val", "global_test")
 GUARD = 0.2  # of a round's time is kept for the guard, where there is one: a hung site shall not silence it

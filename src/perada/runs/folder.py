@@ -22,8 +22,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import Damaged, InputError
-from .jsonfiles import fits, read_object, read_rows
 from ..lanes import State
+from .jsonfiles import fits, read_object, read_rows
 from .rows import Evaluation
 
 try:
@@ -65,12 +65,12 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One process at a time works in a folder. Who only looks (`at_work`) is gone in a moment: that is waited for."""
+def locked(path: Path, wait: float | None = None) -> Iterator[None]:
+    """Lets one process at a time work in a folder. Waits `wait` seconds, by default as long as `at_work` may look."""
     if fcntl is None:
         yield
         return
-    handle, until = os.open(path, os.O_RDONLY), time.monotonic() + LOOK_S
+    handle, until = os.open(path, os.O_RDONLY), time.monotonic() + (LOOK_S if wait is None else wait)
     try:
         while True:
             try:

@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from .folder import RunFolder
 from ..experiment import Simulation
+from .folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
+from ..client.scores import Scores, all_scores_on, personal_scores, scores_on
 from ..config import Config, resolve
 from ..data import SEVERITIES, Federation, blank, build_federation, data_home, named_sets, place_of
 from ..errors import InputError, unknown
-from ..client.scores import Scores, all_scores_on, personal_scores, scores_on
+from ..experiment import DTYPES, Say, Simulation, precision_of, prepare
+from ..lanes import Pool, State
+from ..methods import method_sizes
+from ..models import count_groups
 from ..predict.export import about, check_out, weights_of, write_program, write_weights
+from ..predict.pictures import predictions
+from ..report import write_report
+from .folder import RunFolder, device_of, locked, write_atomic
+from .loop import Progress
+from .loop import run as run_rounds
 from .names import (
     NewFolder,
     chosen_source,
@@ -31,15 +40,6 @@ from .names import (
     refuse_other,
     resumable,
 )
-from ..lanes import Pool, State
-from ..methods import method_sizes
-from ..models import count_groups
-from ..predict.pictures import predictions
-from ..report import write_report
-from .loop import Progress
-from .loop import run as run_rounds
-from .folder import RunFolder, device_of, locked, write_atomic
-from ..experiment import DTYPES, Say, Simulation, precision_of, prepare
 
 OWN = {"local": "local_test", "val": "local_val", "global": "global_test"}  # test sets that every run has
 

@@ -4,7 +4,7 @@ starts any app, as one in wrong hands would."""
 
 import sys
 
-if "perada.flower.warm" in sys.orig_argv:
+if "perada.flower.fork_server" in sys.orig_argv:
     import json
     import os
     import time
@@ -14,7 +14,7 @@ if "perada.flower.warm" in sys.orig_argv:
     from flwr.app import Array
 
     from perada.flower import app, processes
-    from perada.flower import site as sites
+    from perada.flower import site_state as sites
     from perada.flower.messages import read_about
 
     processes.LATE = 5.0

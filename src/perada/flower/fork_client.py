@@ -1,6 +1,6 @@
-"""`flwr-clientapp` at a site (see warm.py): asks the warm process for a child, else runs the real one, given first.
+"""`flwr-clientapp` at a site: asks the fork server for a child process, or else runs Flower's own program.
 
-Run as a file, without packages: it is there to be quick.
+The real program's path is the first argument. This file runs without packages, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import sys
 def main(real: str, words: list[str]) -> int:
     try:
         with socket.socket(socket.AF_UNIX) as line, line.makefile("r", encoding="utf8") as answer:
-            line.connect(os.environ["PERADA_FLOWER_WARM"])
+            folder, name = os.path.split(os.environ["PERADA_FLOWER_SOCKET"])
+            os.chdir(folder)  # the path of a socket must be short
+            line.connect(name)
             line.sendall(json.dumps(words).encode() + b"\n")
             child = int(answer.readline())
             for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,14 +1,14 @@
-"""What a site keeps, on its own disk: its personal state after each round, and what it answered.
+"""What a site keeps on its own disk: its personal state after each round, and what it answered.
 
     STATE/FEDERATION/SITE/RUN/round-0003/   kept.safetensors     after training in round 3: never sent
                                             reply.safetensors    what was uploaded
-                                            state.json           round, what it was trained from, checksums
+                                            state.json           round, digest of what it was trained from, checksums
     STATE/FEDERATION/SITE/RUN/plan.json, received.safetensors    the newest plan and broadcast, to use the model with
-    STATE/FEDERATION/SITE/backbone-SHA.safetensors               the server's frozen weights, where they are a file
+    STATE/FEDERATION/SITE/backbone-SHA.safetensors               the server's frozen weights, if they are a file
 
-The state before a round is that of the entry before it. A round asked for again (the server died before it saved the
-round) is answered with what was answered then: a site never trains a round twice from the same broadcast. A new run
-begins anew, as a simulation does, unless the server says which run it goes on from; what earlier runs left stays.
+The state before a round is that of the entry before it. If the server asks for a round again (it died before it saved
+the round), the site repeats its answer: it never trains a round twice from the same broadcast. A new run begins from
+the method's first state, unless the server names a run to continue from. Older runs stay on the disk.
 """
 
 from __future__ import annotations
@@ -18,22 +18,16 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
 from ..lanes import State
-from ..runs.folder import load_state, save_state, sync_folder, write_atomic
+from ..runs.folder import load_state, locked, save_state, sync_folder, write_atomic
 from .messages import Refused
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 KEEP = 3  # entries: two rounds can be asked for again, each with the state before it
 _ENTRY = re.compile(r"round-(\d{4,})")
@@ -44,7 +38,7 @@ class Entry:
     """One round that this site has trained."""
 
     round: int
-    previous: int | None  # the round it trained before this one; None: it began from the method's first state
+    previous: int | None  # the round trained before this one; None if it began from the method's first state
     received: str  # `messages.digest` of what it was trained from
     kept: State
     upload: State
@@ -59,39 +53,31 @@ class SiteState:
 
     @contextmanager
     def locked(self, within: float) -> Iterator[None]:
-        """One process at a time: another one may still be training a round whose deadline has passed."""
+        """Lets one process at a time work: another one may still train a round whose deadline has passed."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise InputError(f"cannot write to {self.path}: {error.strerror}") from error
-        until = time.monotonic() + within
-        try:
-            while fcntl is not None:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except OSError as error:
-                    if time.monotonic() >= until:
-                        raise Refused("busy with an earlier round") from error
-                    time.sleep(0.05)
+        with ExitStack() as lock:
+            try:
+                lock.enter_context(locked(self.path, within))
+            except InputError as error:
+                raise Refused("busy with an earlier round") from error
             yield
-        finally:
-            os.close(handle)
 
     def rounds(self, run: str) -> list[int]:
-        """The rounds there are entries of, oldest first."""
+        """Returns the rounds that have an entry, oldest first."""
         home = self.path / run
-        found = (_ENTRY.fullmatch(p.name) for p in home.iterdir()) if home.is_dir() else ()
-        return sorted(int(m[1]) for m in found if m)
+        names = (_ENTRY.fullmatch(p.name) for p in home.iterdir()) if home.is_dir() else ()
+        return sorted(int(m[1]) for m in names if m)
 
     def entry(self, run: str, round: int) -> Entry:
-        """An entry as it was written; a damaged one is refused, and what is older stays as it is."""
-        path = self._at(run, round)
+        """Returns an entry; refuses a damaged one, and leaves the older ones as they are."""
+        path = self._folder(run, round)
         try:
             note = json.loads((path / "state.json").read_text("utf8"))
-            for name, wanted in note["sha256"].items():
-                if hashlib.sha256((path / name).read_bytes()).hexdigest() != wanted:
+            for name, expected in note["sha256"].items():
+                if hashlib.sha256((path / name).read_bytes()).hexdigest() != expected:
                     raise ValueError(f"{name} does not match its checksum")
             return Entry(
                 round=note["round"],
@@ -103,11 +89,11 @@ class SiteState:
             )
         except (InputError, OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
-                f"{path} is damaged ({error}): move it away to go on from the round before it, which is whole"
+                f"{path} is damaged ({error}): move it away to continue from the round before it, which is intact"
             ) from error
 
     def before(self, run: str, round: int) -> State | None:
-        """What the site kept when `round` began; None: nothing yet."""
+        """Returns what the site kept when `round` began, or None if it had trained no round."""
         rounds = self.rounds(run)
         earlier = [r for r in rounds if r < round]
         if earlier:
@@ -117,22 +103,22 @@ class SiteState:
         return None
 
     def newest(self, run: str) -> State | None:
-        """What the site keeps now."""
+        """Returns what the site keeps now."""
         rounds = self.rounds(run)
         return self.entry(run, rounds[-1]).kept if rounds else None
 
     def answered(self, run: str, round: int, received: str) -> Entry | None:
-        """The entry of this very work, if it was done before."""
+        """Returns the entry of this very work, or None if it was not done yet."""
         rounds = self.rounds(run)
-        if round in rounds and (found := self.entry(run, round)).received == received:
-            return found
+        if round in rounds and (entry := self.entry(run, round)).received == received:
+            return entry
         if rounds and rounds[-1] > round:
             raise Refused(f"it is past round {round}: it has trained round {rounds[-1]}")
         return None
 
     def save(self, run: str, entry: Entry) -> None:
-        """Write `round-NNNN` beside the others and rename it into place."""
-        target = self._at(run, entry.round)
+        """Writes `round-NNNN` under another name first, and then renames it."""
+        target = self._folder(run, entry.round)
         part, aside = (target.with_name(f".{target.name}.{word}") for word in ("part", "old"))
         try:
             shutil.rmtree(part, ignore_errors=True)
@@ -149,36 +135,36 @@ class SiteState:
             sync_folder(target.parent)
             shutil.rmtree(aside, ignore_errors=True)
         except OSError as error:
-            raise InputError(f"cannot write {target}: {error.strerror}; the round before it is whole") from error
+            raise InputError(f"cannot write {target}: {error.strerror}; the round before it is intact") from error
         for old in self.rounds(run)[:-KEEP]:
-            shutil.rmtree(self._at(run, old), ignore_errors=True)
+            shutil.rmtree(self._folder(run, old), ignore_errors=True)
 
-    def received(self, run: str, plan: str, start: str, start_round: int, state: State) -> None:
-        """Remember what a model is made of beside what the site keeps."""
-        home, told = self.path / run, {"plan": plan, "start": start, "start_round": start_round}
+    def save_broadcast(self, run: str, plan: str, start: str, start_round: int, broadcast: State) -> None:
+        """Saves what the site's model needs besides its kept state."""
+        home = self.path / run
         try:
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
-            save_state(home / "received.safetensors", state)
-            write_atomic(home / "plan.json", json.dumps(told).encode())
+            save_state(home / "received.safetensors", broadcast)
+            note = {"plan": plan, "start": start, "start_round": start_round}
+            write_atomic(home / "plan.json", json.dumps(note).encode())
         except OSError as error:
             raise InputError(f"cannot write to {home}: {error.strerror}") from error
 
-    def told(self, run: str) -> tuple[str, str, int, State]:
-        """What `received` remembered: the plan, the run it goes on from and which round of it, the broadcast."""
+    def load_broadcast(self, run: str) -> tuple[str, str, int, State]:
+        """Returns the plan, the run that this one continues, how many rounds of it were done, and the broadcast."""
         home = self.path / run
         try:
-            found = json.loads((home / "plan.json").read_text("utf8"))
-            broadcast = load_state(home / "received.safetensors")
-            return found["plan"], found["start"], int(found["start_round"]), broadcast
+            note = json.loads((home / "plan.json").read_text("utf8"))
+            return note["plan"], note["start"], int(note["start_round"]), load_state(home / "received.safetensors")
         except (OSError, ValueError, KeyError) as error:
             raise InputError(f"{home}: plan.json is damaged ({error}): take part in another round") from error
 
     def runs(self) -> list[str]:
-        """The ids of the runs this site took part in, the newest last."""
-        found = [p.parent for p in self.path.glob("*/plan.json")] if self.path.is_dir() else []
-        return [p.name for p in sorted(found, key=lambda p: (p / "plan.json").stat().st_mtime)]
+        """Returns the ids of the runs that this site took part in, the newest last."""
+        plans = sorted(self.path.glob("*/plan.json"), key=lambda file: file.stat().st_mtime)
+        return [file.parent.name for file in plans]
 
-    def _at(self, run: str, round: int) -> Path:
+    def _folder(self, run: str, round: int) -> Path:
         return self.path / run / f"round-{round:04d}"
 
     # The server's frozen weights
