@@ -9,6 +9,7 @@
   only an app without code that names PerAda's own two components (`problem_of`).
 - A node looks for messages every 3 seconds, sends a heartbeat every 30, and waits up to 20 before it tries a lost
   server again. Here all of that is faster, so that rounds are short and sites are back soon.
+- A node starts a process per message, which loads torch each time. Here `superexec` forks one.
 
 Both processes end with the process that started them. Lines for the user begin with `MARK`. This file is run by path,
 so that these two processes, which never compute, do not load torch.
@@ -22,6 +23,7 @@ import io
 import ipaddress
 import os
 import signal
+import subprocess
 import sys
 import time
 import tomllib
@@ -206,8 +208,13 @@ def guard_node(poll: float) -> None:
             say(f"refused an app that the server sent: {problem}; this site runs PerAda's own and nothing else")
         return problem is None
 
+    def start(words: list[str]) -> Any:
+        ours = [sys.executable, "-P", "-m", "perada.flower.superexec"]  # forks ClientApps
+        return subprocess.Popen([*ours, *words[1:]] if words[0] == "flower-superexec" else words)
+
+    _require(node.subprocess is subprocess and node.time is time, node.__name__)
     node._pull_and_store_message, node._verify_fab = guarded, verify
-    node.time = SimpleNamespace(sleep=sleep, time=time.time)
+    node.time, node.subprocess = SimpleNamespace(sleep=sleep, time=time.time), SimpleNamespace(Popen=start)
     _shorten_waits()
 
 

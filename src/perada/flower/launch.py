@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -17,7 +16,6 @@ from ..runs.folder import locked, write_atomic
 from . import certs, guards
 from .address import Address, NoAnswer, check_free, check_plain, free_port, probe
 from .control import Control
-from .fork_server import install_client
 from .processes import Child, environment, marked, program
 from .project import Project
 from .settings import ServerSettings, SiteSettings
@@ -251,7 +249,7 @@ def _join(site: SiteService, say: Say) -> None:
         say(f"warning: the connection to {site.server} is not encrypted")
     while True:
         _wait_for_server(site, say)
-        forks, node, connected = _start_fork_server(site, say), _start_node(site, say), False
+        node, connected = _start_node(site, say), False
         try:
             while node.code is None:
                 time.sleep(0.2)
@@ -260,7 +258,6 @@ def _join(site: SiteService, say: Say) -> None:
                     admitted.write_text(str(site.key))
         finally:
             node.stop()
-            forks.stop()
         if node.last_line(_REFUSED):
             known = admitted.exists() and admitted.read_text() == str(site.key)
             refused_at = refused_at or time.monotonic()
@@ -300,30 +297,18 @@ def _wait_for_server(site: SiteService, say: Say) -> None:
             time.sleep(2)
 
 
-def _start_fork_server(site: SiteService, say: Say) -> Child:
-    """Starts the process that forks ClientApps. If it ends, Flower starts them by itself, only slower."""
-    words = [sys.executable, "-m", "perada.flower.fork_server", str(_socket(site))]
-    env = environment(site.home, PERADA_FLOWER_SITE=str(site.site_toml))
-    return Child(words, env, site.home / "site.log", _LogSummary(site, say), site.home)
-
-
 def _start_node(site: SiteService, say: Say) -> Child:
     words = ["--superlink", str(site.server), "--host", "127.0.0.1", "--port", str(free_port())]
     if site.ca is None or site.key is None:
         words += ["--insecure"]
     else:
         words += ["--root-certificates", str(site.ca), "--auth-supernode-private-key", str(site.key)]
-    env = environment(site.home, PERADA_FLOWER_SITE=str(site.site_toml), PERADA_FLOWER_SOCKET=str(_socket(site)))
-    env["PATH"] = f"{install_client(site.home / 'bin')}{os.pathsep}{env['PATH']}"
+    env = environment(site.home, PERADA_FLOWER_SITE=str(site.site_toml))
     return Child(_flower("supernode", words), env, site.home / "site.log", _LogSummary(site, say), site.home)
 
 
-def _socket(site: SiteService) -> Path:
-    return site.home / "fork.socket"
-
-
 class _LogSummary:
-    """Shows the user what matters in the log of a site's processes."""
+    """Shows the user what matters in a SuperNode's log."""
 
     def __init__(self, site: SiteService, say: Say) -> None:
         self.site, self.say, self.round = site, say, ""

@@ -4,7 +4,7 @@ starts any app, as one in wrong hands would."""
 
 import sys
 
-if "perada.flower.fork_server" in sys.orig_argv:
+if "perada.flower.superexec" in sys.orig_argv:
     import json
     import os
     import time
