@@ -8,8 +8,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from perada.errors import InputError
+from perada.report.standings import pipes as table
 from perada.runs.folder import write_atomic
-from perada.sweep.standings import pipes as table
 
 from . import drawings, paper
 from .overview import overview

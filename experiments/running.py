@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from perada.config import Config, resolve
+from perada.config.build import check
 from perada.data import VALIDATION, Federation
 from perada.errors import InputError, Interrupted, RunError, unknown
-from perada.experiment import Say, check
+from perada.experiment import Progress, Say
 from perada.lanes import Pool
 from perada.runs.folder import RunFolder, locked, write_atomic
-from perada.runs.loop import Progress
 from perada.runs.names import resumable
-from perada.runs.run import load, train
-from perada.sweep.plan import check_all, keep_backbone, once, shared_backbone, validated
+from perada.runs.run import load
+from perada.runs.train import train
+from perada.sweep.plan import check_all, keep_backbone, shared_backbone, validated
 from perada.sweep.workers import jobs_for, share_lanes, shares
 
 from . import results
@@ -185,7 +187,7 @@ def reproduce(
         except OSError as error:
             raise InputError(f"cannot write to {folder}: {error.strerror}") from error
     with locked(home):
-        work = _Work(state, place, home, clock, once(say), on_round, on_run, together)
+        work = _Work(state, place, home, clock, cache(say), on_round, on_run, together)
         while (names := work.state.ready(only)) and not clock.stopped and not clock.over(clock.reserve):
             before = work.state.left
             work.group(names)
@@ -307,7 +309,7 @@ class _Work:
         if not trial.tested:
             splits = ("val", "server") if len(self.federation.server_val) else ("val",)
             last = validated(self.home, path, config, self.federation, on_round, self.say, splits, pool)
-            return RunFolder(path).metrics(), last
+            return RunFolder(path).metrics(), last.as_dict()
         if (path / "summary.json").is_file():  # only its result was not written
             run = load(path)
             return run.metrics, run.summary

@@ -250,9 +250,9 @@ def test_what_fails_late_goes_on_where_it_was(home: Path) -> None:
     queue.begin(queue.items[0])
     for _ in range(60):
         queue.tick()
-        queue.step()
+        queue.round()
     queue.items[0].process.returncode = 9  # type: ignore[union-attr]
-    queue.step()
+    queue.round()
     assert queue.items[0].part == 0.6
     assert queue.items[0].process is not None
 

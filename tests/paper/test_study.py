@@ -14,9 +14,8 @@ from experiments import results
 from experiments.plans import Choice
 from experiments.running import reproduce
 from experiments.study import Validation, elected, settings_of, settled, validation_of, winner
-from perada.config import resolve
+from perada.config import build, resolve
 from perada.data import Federation, build_federation
-from perada.experiment import prepare
 
 from .tiny import TINY, place, staged
 
@@ -124,8 +123,8 @@ def test_poisoned_validation_labels_are_seen(
 
 
 def test_the_server_score_is_each_personal_models_accuracy_on_the_servers_images() -> None:
-    sim = prepare(resolve("digits", TINY))
-    sim.step()
+    sim = build(resolve("digits", TINY))
+    sim.round()
     found = sim.evaluate(("server",))["server_val"]["per_client"]
     held, lanes = sim.federation.server_val, sim.personal()
     images = sim.federation.prepare(sim.federation.take(held), torch.float32)

@@ -57,6 +57,7 @@ def empty_federation(plan: Plan, device: torch.device) -> Federation:
         clients=(),
         mean=mean,
         std=std,
+        seed=plan.config.data.seed,
     )
 
 
