@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -31,15 +31,9 @@ def _flower(which: str, words: list[str]) -> list[str]:
     return [sys.executable, "-P", str(Path(guards.__file__)), which, *words]
 
 
-@contextmanager
-def _only_one(home: Path, what: str) -> Iterator[None]:
+def _only_one(home: Path, what: str) -> AbstractContextManager[None]:
     """Refuses a second process of the same kind in one folder."""
-    with ExitStack() as lock:
-        try:
-            lock.enter_context(locked(home))
-        except InputError as error:
-            raise InputError(f"{what} runs already (in {home}): stop that one first") from error
-        yield
+    return locked(home, busy=InputError(f"{what} runs already (in {home}): stop that one first"))
 
 
 # The server

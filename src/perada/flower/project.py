@@ -10,7 +10,6 @@ state/                everything made later: runs, Flower's database and logs, s
 from __future__ import annotations
 
 import re
-import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 from ..config import presets, resolve, toml_value
 from ..data.digits import digits
 from ..errors import InputError, unknown
+from ..runs.folder import replaced
 from .address import PORT, Address
 from .certs import check_sites
 from .guards import COMPONENTS
@@ -92,23 +92,17 @@ def init(
         "site.toml": _site_file(name, server),
         "certs.sh": _certs_file(server, sites),
     }
-    part = folder.with_name(f".{folder.name}.part")
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        (part / "app").mkdir(parents=True)
-        for file, text in files.items():
-            (part / file).write_text(text, encoding="utf8")
-        (part / "certs.sh").chmod(0o755)
-        Project.open(part).settings()  # a project that cannot be read is not left behind
-        if folder.exists():
-            folder.rmdir()
-        part.rename(folder)
+        with replaced(folder) as part:
+            (part / "app").mkdir()
+            for file, text in files.items():
+                (part / file).write_text(text, encoding="utf8")
+            (part / "certs.sh").chmod(0o755)
+            Project.open(part).settings()  # a project that cannot be read is not left behind
     except InputError as error:  # without the name of the temporary file
         raise InputError(str(error).replace(f"{part / 'server.toml'}: ", "")) from error
     except OSError as error:
         raise InputError(f"cannot write to {folder}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return [folder / file for file in files]
 
 

@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
 from ..lanes import State
-from ..runs.folder import load_state, locked, save_state, sync_folder, write_atomic
+from ..runs.folder import load_state, locked, replaced, save_state, write_atomic
 from .messages import Refused
 
 KEEP = 3  # entries: two rounds can be asked for again, each with the state before it
@@ -58,11 +57,7 @@ class SiteState:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"cannot write to {self.path}: {error.strerror}") from error
-        with ExitStack() as lock:
-            try:
-                lock.enter_context(locked(self.path, within))
-            except InputError as error:
-                raise Refused("busy with an earlier round") from error
+        with locked(self.path, within, Refused("busy with an earlier round")):
             yield
 
     def rounds(self, run: str) -> list[int]:
@@ -117,23 +112,14 @@ class SiteState:
         return None
 
     def save(self, run: str, entry: Entry) -> None:
-        """Writes `round-NNNN` under another name first, and then renames it."""
+        """Writes `round-NNNN` and removes the oldest entry; the same round from another broadcast is replaced."""
         target = self._folder(run, entry.round)
-        part, aside = (target.with_name(f".{target.name}.{word}") for word in ("part", "old"))
+        states = {"kept.safetensors": entry.kept, "reply.safetensors": entry.upload}
+        note = {k: getattr(entry, k) for k in ("round", "previous", "received", "said")}
         try:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True, mode=0o700)
-            states = {"kept.safetensors": entry.kept, "reply.safetensors": entry.upload}
-            hashes = {name: save_state(part / name, state) for name, state in states.items()}
-            note = {k: getattr(entry, k) for k in ("round", "previous", "received", "said")}
-            write_atomic(part / "state.json", json.dumps({**note, "sha256": hashes}, indent=1).encode())
-            sync_folder(part)
-            if target.exists():  # the same round from another broadcast
-                shutil.rmtree(aside, ignore_errors=True)
-                os.replace(target, aside)
-            os.replace(part, target)
-            sync_folder(target.parent)
-            shutil.rmtree(aside, ignore_errors=True)
+            with replaced(target, mode=0o700) as part:
+                hashes = {name: save_state(part / name, state) for name, state in states.items()}
+                write_atomic(part / "state.json", json.dumps({**note, "sha256": hashes}, indent=1).encode())
         except OSError as error:
             raise InputError(f"cannot write {target}: {error.strerror}; the round before it is intact") from error
         for old in self.rounds(run)[:-KEEP]:

@@ -14,8 +14,8 @@ if "perada.flower.superexec" in sys.orig_argv:
     from flwr.app import Array
 
     from perada.flower import app, processes
-    from perada.flower import site_state as sites
     from perada.flower.messages import read_about
+    from perada.runs import folder as runs
 
     processes.LATE = 5.0
     NAME = "params/fc.weight"
@@ -51,7 +51,7 @@ if "perada.flower.superexec" in sys.orig_argv:
             home.with_name(f"asleep-{site.settings.name}-{about.round}").touch()
             time.sleep(float(what.removeprefix("sleep ")))
         if what == "stop writing":
-            sites.sync_folder = lambda folder: _stop(home.with_name(f"asleep-{site.settings.name}-{about.round}"))
+            runs.sync_folder = lambda folder: _stop(home.with_name(f"asleep-{site.settings.name}-{about.round}"))
         found = _right(site, content)
         if what and not what.startswith(("sleep", "stop")):
             _spoil(found["state"], what)
