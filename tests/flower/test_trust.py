@@ -15,7 +15,7 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from small import adapters, tree
 
 from flower.test_faults import events, without_clock
-from flower.wire import SITES, MemoryGrid, World, make_world, run
+from flower.wire import SITES, MemoryGrid, World, closed, make_world, run
 from perada.errors import InputError, RunError
 from perada.flower import app
 from perada.flower.checks import MIN_WAIT_S, Clock, guard_losses, mean_loss, sample_count
@@ -37,7 +37,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, MemoryGrid]:
 def request_of(grid: MemoryGrid, kind: str, **words: Any) -> RecordDict:
     """What east was asked, with other words."""
     content = next(c for d, s, k, _, c in grid.log if (d, s, k) == ("down", "east", kind))
-    return RecordDict({**content, "about": ConfigRecord({**content["about"], **words})})
+    return closed(RecordDict({**content, "about": ConfigRecord({**content["about"], **words})}))
 
 
 OUTSIDE = [

@@ -20,7 +20,6 @@ from flwr.serverapp import Grid, ServerApp
 
 from ..errors import InputError, RunError
 from ..runs.folder import locked
-from .bundle import bundle, unbundle
 from .client import Site, handle
 from .cohort import Step
 from .link import Link, Owners, limit_tries
@@ -37,8 +36,8 @@ server_app = ServerApp()
 @client_app.evaluate()
 def answer(message: Message, context: Context) -> Message:
     """Whatever is asked, `client.handle` answers."""
-    found = handle(_site(_site_file(context)), unbundle(message.content))
-    return Message(bundle(found), reply_to=message)
+    found = handle(_site(_site_file(context)), message.content)
+    return Message(found, reply_to=message)
 
 
 def _site_file(context: Context) -> str:

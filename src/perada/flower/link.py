@@ -14,7 +14,6 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from ..errors import RunError
-from .bundle import bundle, unbundle
 from .messages import About, Refused, Reply, one_line, read_about, read_reply
 from .settings import Rounds
 
@@ -160,10 +159,8 @@ class Link:
 
     def _push(self, to: Mapping[int, RecordDict], kind: str, within: float) -> list[tuple[str, int]]:
         """Sends messages that live as long as their replies are waited for; returns (message, node) of each."""
-        messages = [
-            Message(bundle(content), node, TYPES.get(kind, "evaluate"), ttl=within + GRACE)
-            for node, content in to.items()
-        ]
+        type_ = TYPES.get(kind, "evaluate")
+        messages = [Message(content, node, type_, ttl=within + GRACE) for node, content in to.items()]
         ids = list(self._call(self.grid.push_messages, messages)) if messages else []
         return [(m, node) for m, node in zip(ids, to, strict=False) if m]
 
@@ -176,9 +173,6 @@ class Link:
         for sent in list(questions):
             try:
                 replies = list(self.grid.pull_messages([sent]))[:1]
-                for message in replies:
-                    if message.has_content():
-                        message.content = unbundle(message.content)
             except Exception as error:
                 if _is_links(error):
                     raise _lost(error) from error
