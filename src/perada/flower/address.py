@@ -72,26 +72,20 @@ def check_plain(address: Address, insecure: bool, confirmed: bool) -> None:
         )
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """Returns a port on which nothing listens at this moment."""
-    with socket.socket(_family(host)) as s:
-        s.bind((host, 0))
-        return int(s.getsockname()[1])
+def free_port() -> int:
+    """Returns a local port on which nothing listens at this moment."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def check_free(address: Address) -> None:
     """Refuses an address on which another process listens, or on which we may not listen."""
-    with socket.socket(_family(address.host)) as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((address.host, address.port))
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise InputError(f"cannot listen on {address}: {why}; choose another --host or --port") from error
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        socket.create_server((address.host, address.port), family=family).close()
+    except OSError as error:
+        why = (error.strerror or str(error)).partition(" (")[0]
+        raise InputError(f"cannot listen on {address}: {why}; choose another --host or --port") from error
 
 
 def probe(address: Address, ca: Path | None, timeout: float = 5.0, starting: bool = False) -> None:

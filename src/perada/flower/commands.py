@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..cli import tables
-from ..cli.console import INTERRUPTED, SAID, AsJson, out, print_json, say, tell
+from ..cli.console import SAID, AsJson, out, print_json, say, tell
 from ..config import parse_setting
 from ..errors import InputError
 from ..runs.run import load
@@ -49,7 +49,7 @@ def _service() -> Iterator[None]:
             yield
     except Stop as stop:
         say("stopped")
-        raise typer.Exit(SAID if stop.code == INTERRUPTED else stop.code) from stop
+        raise typer.Exit(SAID if stop.interrupted else 0) from stop
     finally:
         os.umask(before)
 

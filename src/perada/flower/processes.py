@@ -32,12 +32,7 @@ class Stop(Exception):
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
-        self.number = number
-
-    @property
-    def code(self) -> int:
-        """The exit code: 130 for Ctrl-C, and 0 for SIGTERM, since a service that stops when told to did not fail."""
-        return 130 if self.number == signal.SIGINT else 0
+        self.interrupted = number == signal.SIGINT
 
 
 @contextmanager
