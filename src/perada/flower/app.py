@@ -1,7 +1,7 @@
 """The Flower app: its pyproject.toml names `server_app` and `client_app`.
 
-The ServerApp reads server.toml from $PERADA_FLOWER_SERVER. The ClientApp reads site.toml from the node-config key `site`,
-or else from $PERADA_FLOWER_SITE, or else (in Flower's simulation engine) from entry `partition-id` of
+The ServerApp reads server.toml from $PERADA_FLOWER_SERVER. The ClientApp reads the node-config key `site`,
+or else $PERADA_FLOWER_SITE (site.toml), or else (in Flower's simulation engine) entry `partition-id` of
 $PERADA_FLOWER_SITES, paths joined as in $PATH. In the run-config, `run` names the run, `resume` continues it, and
 `continue-from` names a run to begin from.
 """
