@@ -1,4 +1,4 @@
-"""Keys and certificates: what OpenSSL and Flower make of them, and that nothing is overwritten by accident."""
+"""Keys and certificates: OpenSSL and Flower accept them, and nothing is overwritten by accident."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_flower_reads_the_keys_and_they_belong_together(made: Path) -> None:
 
 
 def shake(folder: Path, ca: Path, host: str = "127.0.0.1") -> None:
-    """One TLS handshake with the folder's server certificate, checked as a site checks it."""
+    """Makes one TLS handshake with the folder's server certificate, checked as a site checks it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.crt", folder / "server.key")
     with socket.socket() as listener:
@@ -179,7 +179,7 @@ def test_without_sites_there_is_a_folder_for_their_keys(tmp_path: Path) -> None:
 
 
 def test_a_renewed_certificate_is_for_this_machine_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the old one was made before ::1 was among the names."""
+    """Also if the old one does not have these names."""
     with monkeypatch.context() as patch:
         patch.setattr(certs, "_alternatives", lambda names: [x509.DNSName("fl.example.org")])
         certs.make(tmp_path, ["fl.example.org"], [])

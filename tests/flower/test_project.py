@@ -1,4 +1,4 @@
-"""`perada flower init`: what it writes can be read, built and run as it is."""
+"""`perada flower init`: its project can be read, built and run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_is_asked_for_is_in_it(tmp_path: Path) -> None:
     assert '--server-name fl.example.org "$@"' in (project.folder / "certs.sh").read_text()  # no keys of sites
 
 
-def test_a_backbone_that_nothing_was_trained_with_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_random_backbone_gets_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--preset", "folder", "--classes", "cat,dog", "--server", "fl.example.org"]
     assert cli.main(["flower", "init", str(tmp_path / "p"), *words]) == 0
     said = capsys.readouterr().err
@@ -71,7 +71,7 @@ def test_the_app_is_a_small_one_without_code(tmp_path: Path) -> None:
     assert cli.main(["flower", "init", str(tmp_path / "p"), "--name", "St. Mary's"]) == 2  # no name for a folder
     assert cli.main(["flower", "init", str(tmp_path / "p"), "--name", "st.mary_s"]) == 0
     (tmp_path / "p" / "certs").mkdir()
-    (tmp_path / "p" / "certs" / "secret.toml").write_text("")  # nothing beside app/ is taken along
+    (tmp_path / "p" / "certs" / "secret.toml").write_text("")  # the app has no file from outside app/
     fab = build_fab_from_disk(Project.open(tmp_path / "p").app)
     assert len(fab) < 2000
     assert problem_of(fab) is None
@@ -115,7 +115,7 @@ def test_bad_input_is_one_line(tmp_path: Path, words: list[str], says: str, caps
     assert not (tmp_path / "p").exists()
 
 
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").write_text("precious")
     assert cli.main(["flower", "init", str(tmp_path)]) == 2
     assert "not empty" in capsys.readouterr().err
@@ -129,8 +129,7 @@ def test_the_site_file_names_how_much_scores_tell(tmp_path: Path) -> None:
     assert table.keys() - {"server"} <= {f.name for f in fields(SiteSettings)}
 
 
-def test_the_examples_that_the_documents_name_are_handed_out() -> None:
-    """docs/deploy.md and the Makefile point to examples/: it must be in the source distribution."""
+def test_the_examples_in_the_documents_are_in_the_source_distribution() -> None:
     root = Path(__file__).parents[2]
     targets = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
     assert "examples" in targets["sdist"]["include"]

@@ -1,4 +1,4 @@
-"""server.toml, site.toml and the plan: one line for whatever is wrong."""
+"""server.toml, site.toml and the plan: every mistake is one line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def site(tmp_path: Path, text: str) -> SiteSettings:
     return SiteSettings.read(tmp_path / "site.toml")
 
 
-def test_sites_are_sorted_and_paths_are_the_files_neighbours(tmp_path: Path) -> None:
+def test_sites_are_sorted_and_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     found = server(tmp_path, SERVER + '[model]\nweights = "w.pth"\n[distill]\ndata = "public"\n')
     assert found.federation.sites == ("a", "b")
     assert found.runs() == tmp_path / "state" / "runs"
@@ -83,7 +83,7 @@ def test_a_bad_site_toml_is_one_line(tmp_path: Path, text: str, line: str) -> No
         SiteSettings.read(tmp_path / "none.toml")
 
 
-def test_a_plan_survives_its_journey_and_tells_nothing_of_the_server(tmp_path: Path) -> None:
+def test_a_plan_is_read_as_it_was_written_and_names_no_path_of_the_server(tmp_path: Path) -> None:
     found = server(tmp_path, SERVER + '[model]\nweights = "w.pth"\n[distill]\ndata = "public"\n[run]\ndevice = "cpu"\n')
     plan = Plan.of(found, "ab" * 32)
     assert Plan.parse(plan.text()) == plan

@@ -1,4 +1,4 @@
-"""A site's own disk: whole or refused, one writer, nothing lost."""
+"""A site's own disk: entries are intact or refused, there is one writer, and nothing is lost."""
 
 from __future__ import annotations
 
