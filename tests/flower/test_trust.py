@@ -215,7 +215,7 @@ def test_a_site_cannot_outweigh_everybody_by_saying_so(count: float, tmp_path: P
     path, _ = run(world, meddle=meddled("train", {"samples": count}))
     told = [(e["site"], e["detail"]) for e in events(path) if e["event"] == "refused"]
     assert [s for s, _ in told] == ["west"]
-    assert "more than 1000000 (Rounds.max_samples)" in told[0][1]
+    assert "more than 1000000 (rounds.max_samples)" in told[0][1]
     assert without_clock(path)[-1]["absent"] == ["west"]
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ..config import in_keys
 from ..lanes import State
 from .messages import Refused
 
@@ -43,7 +44,7 @@ class Gathered:
 
 def why_not(error: Exception) -> str:
     """Returns why a reply is refused. A reply that breaks its reader is the site's fault, and does not end the run."""
-    return str(error) if isinstance(error, Refused) else f"it cannot be read ({type(error).__name__})"
+    return in_keys(str(error)) if isinstance(error, Refused) else f"it cannot be read ({type(error).__name__})"
 
 
 def sample_count(value: Number, limit: int) -> float:

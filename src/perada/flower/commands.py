@@ -154,7 +154,7 @@ def run_command(
     follower = collect.Follower(settings.runs() / chosen, say)
     follower.skip()
     if settings.random_backbone:
-        say("warning: the frozen backbone is random: name a pretrained file as model.weights in server.toml")
+        say("warning: the frozen backbone is random: name a pretrained file as ModelOptions.weights in server.toml")
     number = control.start(project.app, chosen, resume, after)
     say(f"started {chosen} (Flower's number {number})")
     if detach:
