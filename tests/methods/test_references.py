@@ -139,7 +139,8 @@ def test_fine_tuning_at_every_client_equals_the_plain_loop(case: Case) -> None:
 
 def test_lanes_one_at_a_time_equal_the_plain_loop_too() -> None:
     """Methods with a step or a number of their own for each lane."""
-    for case in (Case("apfl", {"adaptive": True}), Case("pfedme"), Case("feddyn"), Case("perada", OWN), Case("scaffold")):
+    names = ("pfedme", "feddyn", "scaffold")
+    for case in (Case("apfl", {"adaptive": True}), Case("perada", OWN), *map(Case, names)):
         sim = simulation(case.method, case.settings, run__lanes=1)
         rounds = case.reference(world(sim))
         for _ in range(2):
