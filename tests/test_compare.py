@@ -28,7 +28,7 @@ from perada.config import resolve
 from perada.errors import InputError, Interrupted
 from perada.experiment import Experiment
 from perada.runs.folder import write_atomic
-from perada.sweep.compare import compare
+from perada.sweep.compare import Comparison, compare
 
 TINY: dict[str, Any] = {"data__clients": 3, "distill__steps": 1, "distill__candidates": [1]}
 METHODS = ["perada", "standalone"]  # not the paper's order
@@ -184,14 +184,14 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "an unknown setting for a method": (["compare", "typo.toml", "--out", "new"], ["did you mean 'train.lr'?"]),
     "more clients a round than there are": (words("new", train__cohort=4), ["train.cohort=4", "3 clients"]),
     "a guard without validation data": (words("new", methods="fedavg,feddf", data__val=0), ["distill.guard"]),
-    "momentum for a method without": (words("new", methods="fedavg,pfedme", train__momentum=0.9), ["pfedme"]),
+    "momentum for a method without": (words("new", methods="fedavg,pfedme", train__momentum=0.9), ["PFedMe"]),
     "resume of a search": (["compare", "--out", "search", "--resume"], ["search is not a comparison"]),
     "no public images": (words("new", methods="standalone,feddf", distill__data="none"), ["distillation needs public"]),
     "a folder below a file": (words("notes.txt/new"), ["notes.txt"]),
     "a name that is too long": (words("a" * 300), ["too long"]),
     "resume with a setting alone": (["compare", "--out", "whole", "--resume", "--set", "train.lr=0.5"], ["train.lr"]),
     "a method on other data": (words("whole", "--resume", methods="mtl", data__size=9), ["another data.size"]),
-    "another split for one method": (["compare", "split.toml", *words("new")[2:]], ["[data]", "one split"]),
+    "another split for one method": (["compare", "split.toml", *words("new")[2:]], ["data.seed", "one split"]),
     "resume with another source": (["compare", "split.toml", "--out", "whole", "--resume"], ["made from digits"]),
     "resume on a device that is not here": (words("whole", "--resume", "--device", "cuda"), ["run.device=cuda"]),
     "a list for a methods name": (["train", "name.toml", "--out", "new"], ["method.name", "text"]),
@@ -226,6 +226,17 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(
     assert found.err.startswith("error: ")
     assert [w for w in says if w not in found.err] == []
     assert tree(tmp_path) == before
+
+
+def test_from_python_methods_are_a_list_or_text_and_the_table_is_rows(whole: Path, tmp_path: Path) -> None:
+    given = {"seeds": 1, "set": plain(train__rounds=1)}
+    first = perada.compare("digits", methods=["standalone", "fedavg"], out=str(tmp_path / "list"), **given)
+    second = perada.compare("digits", methods="standalone, fedavg", out=tmp_path / "text", **given)
+    assert (first.path, first.names) == (tmp_path / "list", ["standalone-0", "fedavg-0"])
+    assert first.table() == second.table()
+    assert [row["name"] for row in first.table()] == ["standalone", "fedavg"]
+    assert first.table()[0]["local_test"]["mean"] == first.runs[0].summary["local_test"]["mean"]
+    assert [row.method for row in Comparison(whole).standings().rows] == ["standalone", "perada"]
 
 
 def test_python_refuses_the_same(tmp_path: Path) -> None:
@@ -329,8 +340,8 @@ def test_killed_as_a_run_began_or_ended_it_goes_on(lost: set[str], copy: Path, w
         (shutil.rmtree if part == "checkpoints" else os.unlink)(copy / NAMES[1] / part)
     if lost == PARTS:
         (copy / NAMES[1] / ".config.toml.123.part").write_text("[data]")
-    seen, steps, real = trained(monkeypatch), [], Experiment.step
-    monkeypatch.setattr(Experiment, "step", lambda self: steps.append(1) or real(self))
+    seen, steps, real = trained(monkeypatch), [], Experiment.update
+    monkeypatch.setattr(Experiment, "update", lambda self, uploads: steps.append(1) or real(self, uploads))
     assert cli.main(["compare", "--out", str(copy), "--resume"]) == 0
     assert (seen, len(steps)) == ([NAMES[1]], 2 if lost == PARTS else 0)
     assert_same_comparison(copy, whole)

@@ -24,10 +24,12 @@ from small import SMALL, tree
 import perada
 from perada.cli import main as cli
 from perada.cli.watch import Watch
+from perada.client.scores import Scores
 from perada.config import parse_grid, resolve
 from perada.data import Federation, build_federation
 from perada.errors import InputError
 from perada.experiment import Experiment
+from perada.runs.rows import Evaluation
 from perada.sweep.tune import Search, tune
 
 # As in small.py, without the settings that are searched; validation data for scores that differ.
@@ -257,8 +259,8 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "no public images": (words("new", distill__data="none"), ["distillation needs public"]),
     "a folder below a file": (words("notes.txt/new"), ["notes.txt"]),
     "given and searched": (words("new", "--grid", "distill.steps=1,2"), ["distill.steps", "--set", "--grid"]),
-    "another split for one method": (words("new", source="split.toml"), ["[data]", "one split"]),
-    "a bad point at the end": (words("new", "--grid", "train.momentum=0,0.9", methods="pfedme"), ["pfedme"]),
+    "another split for one method": (words("new", source="split.toml"), ["data.seed", "one split"]),
+    "a bad point at the end": (words("new", "--grid", "train.momentum=0,0.9", methods="pfedme"), ["PFedMe"]),
     "resume with another setting": (words("whole", "--resume", train__clip=1), ["another train.clip"]),
     "resume with other methods": (words("whole", "--resume", methods="perada"), ["other methods"]),
     "resume with another source": (["tune", "split.toml", "--out", "whole", "--resume"], ["made from digits"]),
@@ -293,8 +295,8 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_written(
 
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rounds that are trained from now on."""
-    seen, real = [], Experiment.step
-    monkeypatch.setattr(Experiment, "step", lambda self: seen.append(self.now.round) or real(self))
+    seen, real = [], Experiment.update
+    monkeypatch.setattr(Experiment, "update", lambda self, found: seen.append(self.now.round) or real(self, found))
     return seen
 
 
@@ -381,7 +383,7 @@ def test_every_method_is_searched_and_written_with_its_own_settings(
 
     def trained(home: Path, path: Path, config: Any, *rest: Any, **more: Any) -> Any:
         seen.append(config)
-        return {"local_val": {"mean": 1.0}}
+        return Evaluation(1, {"local_val": Scores({"client-00": 1.0})})
 
     monkeypatch.setattr("perada.sweep.tune.validated", trained)
     monkeypatch.setattr("perada.sweep.tune.shutil.rmtree", lambda path: None)

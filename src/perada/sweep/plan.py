@@ -177,10 +177,10 @@ def check_all(configs: Iterable[Config]) -> Federation:
     first, *others = configs
     federation = build_federation(first.data, device_of(first.run.device))
     for config in (first, *others):
-        if config.data != first.data:
-            raise InputError(
-                f"{config.method_name} and {first.method_name} differ in their [data] settings: all share one split"
-            )
+        for name, value in vars(first.data).items():
+            if getattr(config.data, name) != value:
+                both = f"{config.method_name} and {first.method_name}"
+                raise InputError(f"{both} differ in DataOptions.{name}: all share one split")
         build(config, federation=federation, pretrain=_not_now)
     return federation
 

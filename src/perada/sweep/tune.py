@@ -149,7 +149,7 @@ def _planned(
     for config in made:
         check(config, federation)
     if not any(len(c.val) for c in federation.clients):
-        raise InputError("tuning needs validation data at the clients: raise data.val")
+        raise InputError("tuning needs validation data at the clients: raise DataOptions.val")
     plan = {"source": whole_name(source), "methods": methods, "set": absolute(settings, made[0])}
     return {**plan, "grid": grid, "points": points}, configs, source
 
