@@ -102,7 +102,9 @@ def knows(method: str, key: str, value: object) -> bool:
 
 def test_the_number_of_methods_is_said_right() -> None:
     for document in (README, ROOT / "docs" / "methods.md", ROOT / "docs" / "runs.md"):
-        numbers = re.findall(r"\b(\d+) methods|(\d+) of them|methods\*\* of the paper, (\d+)", document.read_text("utf8"))
+        numbers = re.findall(
+            r"\b(\d+) methods|(\d+) of them|methods\*\* of the paper, (\d+)", document.read_text("utf8")
+        )
         assert numbers
         assert {int("".join(n)) for n in numbers} == {len(REGISTRY)}, document.name
 

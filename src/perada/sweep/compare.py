@@ -39,13 +39,15 @@ class Comparison:
         plan = self.plan
         return [f"{method}-{seed}" for seed in plan["seeds"] for method in plan["methods"]]
 
-    def finished(self, name: str) -> bool:
-        return all((self.path / name / file).is_file() for file in ("summary.json", "report.html"))
+    def finished(self) -> list[str]:
+        """Returns the names of the finished runs."""
+        files = ("summary.json", "report.html")
+        return [n for n in self.names if all((self.path / n / file).is_file() for file in files)]
 
     @property
     def runs(self) -> list[Run]:
         """The finished ones."""
-        return [load(self.path / name) for name in self.names if self.finished(name)]
+        return [load(self.path / name) for name in self.finished()]
 
     def standings(self) -> standings.Standings:
         return standings.standings([run.summary for run in self.runs])

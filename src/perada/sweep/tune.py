@@ -49,8 +49,9 @@ class Search:
         kinds = {"method": str, "settings": dict, "local_val": float | None}
         return read_rows(self.path / "results.jsonl", kinds)
 
-    def finished(self, name: str) -> bool:
-        return any(_name(result) == name for result in self.results())
+    def finished(self) -> list[str]:
+        """Returns the names of the finished points."""
+        return [_name(result) for result in self.results()]
 
     def record(self, result: Mapping[str, Any]) -> None:
         lines = [json.dumps(r) + "\n" for r in [*self.results(), result]]
