@@ -14,8 +14,9 @@ import torch
 from helpers import assert_close_norm
 from small import small
 
+from perada.config import build
 from perada.data.batches import sample_stream, steps_of
-from perada.experiment import Simulation, prepare
+from perada.experiment import Experiment
 from perada.lanes import State
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "perada_plain.py"
@@ -43,7 +44,7 @@ def plain() -> ModuleType:
     return module
 
 
-def network(plain: ModuleType, sim: Simulation) -> torch.nn.Module:
+def network(plain: ModuleType, sim: Experiment) -> torch.nn.Module:
     """The example's own network with the values of the package's: same names, same shapes."""
     net = plain.ResNet8(dropout=0.0).double()
     first = lane(sim.model.initial())
@@ -68,7 +69,7 @@ def assert_same(found: State, k: int, wanted: dict[str, torch.Tensor], what: str
 
 def test_three_rounds_equal_the_package(plain: ModuleType) -> None:
     """In float64, from the same initial values and on the same batches: every parameter and running statistic."""
-    sim = prepare(small(**SETTINGS))
+    sim = build(small(**SETTINGS))
     fed, options, seed = sim.federation, sim.config.train, sim.config.run.seed
 
     def data(t: int, m: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -85,7 +86,7 @@ def test_three_rounds_equal_the_package(plain: ModuleType) -> None:
     settings = {"lam": sim.method.lam, "lr": options.lr, "server_lr": sim.config.distill.lr}
     rounds = plain.perada(net, len(fed.clients), sim.cohort, data, public, **settings)
     for number in range(1, ROUNDS + 1):
-        sim.step()
+        sim.round()
         w, v = next(rounds)
         assert_same(sim.now.broadcast, 0, w, f"round {number}, w")
         for m, own in enumerate(v):
@@ -93,7 +94,7 @@ def test_three_rounds_equal_the_package(plain: ModuleType) -> None:
 
 
 def test_the_example_predicts_as_the_package_does(plain: ModuleType) -> None:
-    sim = prepare(small(**SETTINGS))
+    sim = build(small(**SETTINGS))
     net = network(plain, sim).eval()
     images = sim.federation.prepare(sim.federation.images[:8], torch.float64)
     wanted = sim.model(sim.model.initial(), images, "running")[0]
