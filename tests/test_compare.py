@@ -239,6 +239,13 @@ def test_from_python_methods_are_a_list_or_text_and_the_table_is_rows(whole: Pat
     assert [row.method for row in Comparison(whole).standings().rows] == ["standalone", "perada"]
 
 
+def test_a_method_of_another_package_is_compared_below_ours(tmp_path: Path) -> None:
+    names = ["perada.methods.fedprox:FedProx", "fedavg"]
+    found = compare("digits", methods=names, set=plain(train__rounds=1), out=tmp_path / "out")
+    assert [row["name"] for row in found.table()] == names[::-1]
+    assert "| perada.methods.fedprox:FedProx |" in (tmp_path / "out" / "table.md").read_text()
+
+
 def test_python_refuses_the_same(tmp_path: Path) -> None:
     for given in ({"methods": []}, {"seeds": 0}, {"methods": ["dito"]}, {"set": {"method.name": "ditto"}}):
         with pytest.raises(InputError):

@@ -17,6 +17,7 @@ import torch
 
 from perada.client.scores import Scores
 from perada.config import resolve
+from perada.data import GIVEN, DataOptions
 from perada.data.federation import Client, Federation
 from perada.errors import InputError
 from perada.report import write_report
@@ -305,3 +306,22 @@ def test_small_helpers() -> None:
     assert shorten("x" * 30, 10) == "x" * 9 + "…"
     assert length("北京") == 4
     assert shorten("short", 10) == "short"
+
+
+def test_a_run_made_from_objects_is_reported(tmp_path: Path) -> None:
+    """Unfinished and without its network, it has no numbers of parameters."""
+    import perada
+
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    own = replace(federation(), options=DataOptions(name=GIVEN))
+    train = perada.Train(rounds=1, cohort=2, epochs=1, batch=4)
+    experiment = perada.Experiment(net, own, perada.methods.FedAvg(), adapter=None, head="1", train=train)
+    path = experiment.run(tmp_path / "run").path
+    assert "26 of 26 parameters" in Reader((path / "report.html").read_text("utf8")).text
+    (path / "summary.json").unlink()
+    for given in ({}, {"model": net, "federation": own}):
+        write_report([perada.load(path, **given)], tmp_path / "report.html")
+        text = Reader((tmp_path / "report.html").read_text("utf8")).text
+        assert "unfinished: 1 of 1 rounds" in text
+        assert ("made with data from Python" in text) == (not given)
+        assert "fedavg n/a n/a" in text

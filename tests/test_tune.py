@@ -393,6 +393,15 @@ def test_every_method_is_searched_and_written_with_its_own_settings(
     assert [c.as_dict()[section][name] for c in (seen[-1], written)] == [wanted, wanted]
 
 
+def test_a_method_of_another_package_is_searched_and_its_choice_is_read_again(tmp_path: Path) -> None:
+    prox = "perada.methods.fedprox:FedProx"
+    grid = {"train.lr": [0.05], "method.mu": [0.5]}
+    found = tune("digits", methods=["fedavg", prox], set=TINY, grid=grid, out=tmp_path / "out")
+    assert list(found.best()) == ["fedavg", prox]
+    config = resolve(str(tmp_path / "out" / "tuned.toml"), {"method.name": prox})
+    assert (config.method["mu"], config.train.lr) == (0.5, 0.05)
+
+
 def test_a_grid_of_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = ["--grid", "train.lr=0.05", "--grid", "train.weighting=samples,uniform"]
     assert cli.main(["tune", "digits", "--methods", "fedavg", *sets(TINY), *grid, "--out", str(tmp_path / "out")]) == 0

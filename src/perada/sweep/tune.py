@@ -18,6 +18,7 @@ from ..data import Federation
 from ..errors import InputError
 from ..experiment import Say
 from ..lanes import Pool
+from ..methods import REGISTRY
 from ..runs.folder import write_atomic
 from ..runs.jsonfiles import read_rows
 from ..runs.names import resumable, whole_name
@@ -80,7 +81,8 @@ class Search:
         for method, result in self.best().items():
             settings = of_method(self.folder.config(method), base, result["settings"])
             lines = "".join(f"{key} = {toml_value(value)}\n" for key, value in settings.items())
-            parts.append(f"# local validation {result['local_val']:.2f}\n[methods.{method}]\n{lines}")
+            name = method if method in REGISTRY else toml_value(method)  # a path of another package is quoted
+            parts.append(f"# local validation {result['local_val']:.2f}\n[methods.{name}]\n{lines}")
         write_atomic(self.path / "tuned.toml", "\n".join(parts).encode())
 
 
