@@ -1,4 +1,4 @@
-"""`perada compare`: methods times seeds on one split, in a folder that survives everything, with the paper's table."""
+"""`perada compare`: methods times seeds on one split, resumable at any moment, with the paper's table."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def assert_same_comparison(found: Path, wanted: Path) -> None:
     assert not list(found.rglob("*.part"))
 
 
-# What it leaves.
+# What a comparison writes.
 
 
 def test_a_comparison_is_a_plan_runs_and_tables(whole: Path) -> None:
@@ -148,7 +148,7 @@ def test_json_is_one_document(resume: bool, whole: Path, tmp_path: Path, capsys:
 
 
 def test_settings_of_one_method_reach_only_that_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--set method.lam means nothing to FedAvg; [methods.ditto] train.lr is Ditto's alone."""
+    """FedAvg has no method.lam; `train.lr` in [methods.ditto] is for Ditto only."""
     file, out = tmp_path / "mine.toml", tmp_path / "out"
     own = "[methods.ditto]\ntrain.lr = 0.5\n[methods.mtl]\ntrain.lr = 9\n"
     file.write_text(resolve("digits", plain(train__rounds=1, train__lr=0.03)).toml() + own)
@@ -253,11 +253,11 @@ def test_python_refuses_the_same(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-# Whatever happens to the process.
+# Interrupted and killed processes.
 
 
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The runs that are trained from now on."""
+    """Returns a list that collects the names of runs trained from now on."""
     seen: list[str] = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -342,7 +342,7 @@ def test_killed_it_goes_on_and_ends_as_if_nothing_had_happened(whole: Path, tmp_
 
 @pytest.mark.parametrize("lost", [PARTS, {"report.html"}, {"report.html", "summary.json"}])
 def test_killed_as_a_run_began_or_ended_it_goes_on(lost: set[str], copy: Path, whole: Path, monkeypatch: Any) -> None:
-    """Before its config.toml had its name, before its report was written: nothing finished is trained again."""
+    """Killed before config.toml was renamed, or before the report was written: no finished round is trained again."""
     for part in lost:
         (shutil.rmtree if part == "checkpoints" else os.unlink)(copy / NAMES[1] / part)
     if lost == PARTS:
@@ -358,7 +358,7 @@ def test_killed_as_a_run_began_or_ended_it_goes_on(lost: set[str], copy: Path, w
 def test_killed_before_its_plan_was_whole_it_starts_anew(
     source: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the killed one left, its source too, is no part of the one that is started in its place."""
+    """A new comparison in the same folder uses nothing of the killed one, and not its source either."""
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text('preset = "digits"\n[train]\nclip = 0.5\n')
 
@@ -381,7 +381,7 @@ def test_killed_before_its_plan_was_whole_it_starts_anew(
 
 
 def test_what_is_added_is_computed_as_the_others_were(copy: Path) -> None:
-    """A comparison from when fp32 was what everybody had; the float64 here, as this machine has no GPU."""
+    """Added runs have the precision of the old ones: here float64, which works without a GPU."""
     for name in NAMES:
         for file in (copy / f"plan/{name}.toml", copy / name / "config.toml"):
             file.write_text(re.sub('precision = ".*"', 'precision = "fp64"', file.read_text()))
@@ -406,7 +406,7 @@ def test_resume_adds_methods_and_keeps_the_others(copy: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(("here", "more"), [(".", ["--data", "new/mine.npz"]), ("old/sub", [])])
 def test_resume_finds_the_data(here: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They moved, or it is resumed in another folder: what was a relative path means the same."""
+    """The data moved, or the current folder is another one: relative paths still mean the same."""
     monkeypatch.chdir(tmp_path)
     images = np.random.default_rng(0).integers(0, 256, (60, 16, 16, 3), dtype=np.uint8)
     Path("old/sub").mkdir(parents=True)

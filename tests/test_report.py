@@ -1,4 +1,4 @@
-"""The report: one page, whole, safe, the same bytes each time."""
+"""The report is one complete, safe page with the same bytes each time."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_hostile_names_are_text(tmp_path: Path, where: str) -> None:
         assert "&lt;script&gt;" in page
 
 
-def test_a_name_that_is_no_text_does_not_stop_it(tmp_path: Path) -> None:
+def test_a_name_with_bytes_that_are_not_text(tmp_path: Path) -> None:
     Reader(written(tmp_path, FakeRun(federation(classes=("0", "caf\udce9")))))
 
 
@@ -200,7 +200,7 @@ def test_unfinished(tmp_path: Path) -> None:
     assert "No round was evaluated yet" in text
 
 
-def test_summary_of_before_a_resume_is_not_taken_for_the_end() -> None:
+def test_an_old_summary_of_a_resumed_run_is_not_its_end() -> None:
     run: Any = FakeRun(federation())
     run.config = resolve("digits", {"train.rounds": 9})
     run.rows.append(replace(run.rows[-1], round=6))

@@ -1,4 +1,4 @@
-"""`perada tune`: the paper's grids, judged by the clients' validation data and by nothing else."""
+"""`perada tune`: the paper's grids, judged only by the clients' validation data."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_choice_is_the_best_mean_on_local_validation_data(whole: Path, tmp_p
         assert resolve(str(whole / "tuned.toml"), {"method.name": method}) == config
 
 
-def test_of_equal_scores_the_first_is_chosen_and_none_is_passed_over(tmp_path: Path) -> None:
+def test_of_equal_scores_the_first_is_chosen_and_missing_scores_are_skipped(tmp_path: Path) -> None:
     search = Search(tmp_path)
     (tmp_path / "search.json").write_text(json.dumps({"methods": ["fedavg", "ditto", "mtl"]}))
     for method, lr, score in (
@@ -112,7 +112,7 @@ def test_of_equal_scores_the_first_is_chosen_and_none_is_passed_over(tmp_path: P
 
 
 def changed(part: str) -> Callable[..., Federation]:
-    """`build_federation` with every label of one part of the clients' data made wrong."""
+    """Returns a `build_federation` that makes every label of one part of the clients' data wrong."""
 
     def build(*args: Any) -> Federation:
         found = build_federation(*args)
@@ -137,8 +137,8 @@ def test_poisoned_test_labels_change_nothing_and_poisoned_validation_labels_do(
     assert all(found["local_val"] != wanted["local_val"] for found, wanted in pairs)
 
 
-def test_the_poison_is_poison(tmp_path: Path) -> None:
-    """The same run, tested with the true and the wrong labels: without this the test above could not fail."""
+def test_wrong_test_labels_do_change_test_scores(tmp_path: Path) -> None:
+    """The same run, tested with true and wrong labels: this shows that the test above can fail."""
     found = []
     for i, build in enumerate((build_federation, changed("test"))):
         federation = build(resolve("digits", TINY).data, torch.device("cpu"))
@@ -149,7 +149,7 @@ def test_the_poison_is_poison(tmp_path: Path) -> None:
 
 
 class Untouchable:
-    """In the place of test data: whatever is asked of it fails."""
+    """Stands in for test data; every use of it fails."""
 
     def refuse(self, *args: object, **kwargs: object) -> Any:
         raise AssertionError("test data were touched")
@@ -294,7 +294,7 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_written(
 
 
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rounds that are trained from now on."""
+    """Returns a list that collects the rounds trained from now on."""
     seen, real = [], Experiment.update
     monkeypatch.setattr(Experiment, "update", lambda self, found: seen.append(self.now.round) or real(self, found))
     return seen
