@@ -1,13 +1,13 @@
-"""What folding buys: K lanes in one step, against K clients one after another, in one run.
+"""Compares K lanes in one step with K clients one after another, in one run.
 
     python benchmarks/lanes.py [--device cuda] [--lanes 1,2,4] [--json FILE]
 
-ResNet-18 with the ImageNet stem and residual adapters, 32×32 images, 16 for each lane. Three ways to do
+ResNet-18 with the ImageNet stem and residual adapters, 32×32 images, 16 per lane. Three ways to do
 the same K × S steps of training:
 
 folded      one call of `perada.lanes.sgd` with K lanes;
 sequential  an ordinary PyTorch loop over K clients: plain modules, frozen weights, torch.optim.SGD;
-one lane    `perada.lanes.sgd` with one lane, K times: what the lanes code costs where nothing is folded.
+one lane    `perada.lanes.sgd` with one lane, K times: what the lanes code costs when nothing is folded.
 
 Every way takes each client's tensors out of a store and puts the trained ones back.
 """

@@ -13,7 +13,7 @@ from ..client.cohort import Cohort
 from ..data import GIVEN, VALIDATION, Federation, build_federation, public_images
 from ..errors import InputError
 from ..experiment import Experiment, Say, check_fit
-from ..lanes import fast_kernels, key_of
+from ..lanes import key_of, ops_for
 from ..machine import device_of
 from ..methods import name_of
 from ..models import build_backbone, load_into
@@ -67,7 +67,7 @@ def build(
         lines = (*about_data(federation), *about_settings(config), experiment.fit_lanes(), federation.about_images())
         for line in lines:
             say(line)
-    if device.type == "cuda" and fast_kernels(device) is None:
+    if device.type == "cuda" and not ops_for(device).fast:
         say("warning: Triton is missing, so there are no kernels for lanes: the same results, slower")
     return experiment
 

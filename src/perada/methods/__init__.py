@@ -133,7 +133,8 @@ def make_method(name: str, settings: Mapping[str, Any]) -> Method:
     made = find("method", GROUP, name, REGISTRY)
     if name in REGISTRY:
         return made(**settings)  # type: ignore[no-any-return]
-    method = called("method", name, made, **settings)
+    settles = dataclasses.is_dataclass(made)  # its ValueError is about a setting, as ours is
+    method = made(**settings) if settles else called("method", name, made, **settings)
     if not isinstance(method, Method):
         raise InputError(f"method {name!r} is a {type(method).__name__}, which lacks a part of perada.methods.Method")
     return method
