@@ -21,7 +21,7 @@ import numpy as np
 from ..adapters import Adapter, Residual, adapter_of
 from ..adapters import known as known_adapter
 from ..client.trainer import Train
-from ..data import GIVEN, PUBLIC, DataOptions
+from ..data import GIVEN, DataOptions, is_public_name
 from ..errors import InputError, unknown
 from ..experiment import RunOptions
 from ..methods import REGISTRY, Method, check_name, hyperparameters, make_method
@@ -295,7 +295,8 @@ def _build(tables: dict[str, Any]) -> Config:
     made = {s: _section(s, kind, tables.get(s, {})) for s, kind in SECTIONS.items()}
     made["data"] = replace(made["data"], root=_absolute(made["data"].root, ("",)))
     made["model"] = replace(made["model"], weights=_absolute(made["model"].weights, WEIGHTS))
-    made["distill"] = replace(made["distill"], data=_absolute(made["distill"].data, PUBLIC))
+    public = made["distill"].data
+    made["distill"] = replace(made["distill"], data=public if is_public_name(public) else _absolute(public, ()))
     settings = {k: v for k, v in method.items() if k != "name"}
     # A preset's setting for its own method means nothing to another one: keep what any method knows.
     for key in settings:
