@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..lanes import Batch, fast_kernels, fold, key_of, rng_of
+from ..lanes import Batch, key_of, ops_for, rng_of
 from .federation import Federation
 from .source import Indices
 
@@ -64,15 +64,9 @@ class ClientBatches:
         self.keys = torch.tensor(keys, dtype=torch.int64, device=device)
 
     def __call__(self, step: int | Tensor, lanes: Tensor) -> Batch:
-        """Returns the lanes' batch at one step for all, or at a step per lane."""
-        kernels = fast_kernels(self.federation.device)
-        if kernels is not None and isinstance(step, Tensor) and not self.federation.multilabel:
-            samples, targets, keys = kernels.picked(
-                self.index, self.row, self.keys, self.federation.targets, lanes, step
-            )
-        else:
-            samples, keys = self.index[self.row[lanes], step], fold(self.keys[lanes], step)  # [k, B], [k]
-            targets = self.federation.targets[samples]
+        """Returns the lanes' batch at one step, or each lane's at its own."""
+        ops, every = ops_for(self.index.device), self.federation.targets
+        samples, targets, keys = ops.client_batch(self.index, self.row, self.keys, every, lanes, step)
         fetched = self._fetched(step, lanes) if self.federation.stream and isinstance(step, int) else None
         return Batch(self.federation.views(samples, keys, self.dtype, fetched), targets, None, keys)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import InputError, unknown
-from ..lanes import fast_kernels, sent
+from ..lanes import normalised, ops_for, sent
 from .arrays import Pair, from_sites
 from .augment import AUGMENT, DRAWS, SALT, Augment, padding
 from .folder import folder
@@ -153,39 +153,31 @@ class Federation:
         return np.concatenate([c.val for c in self.clients])
 
     def prepare(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 `[n, C, H, W]` -> normalised `[n, 3, H, W]`; grey images become three equal channels."""
-        mean, std = (_channels(values, dtype, images.device) for values in (self.mean, self.std))
-        return ((images.to(dtype) / 255 - mean) / std).expand(-1, 3, -1, -1)
+        """uint8 `[n, C, H, W]` -> normalised `[n, 3, H, W]`: grey images become three equal channels."""
+        return normalised(images, *(_channels(values, dtype, images.device) for values in (self.mean, self.std)))
 
     def views(self, samples: Tensor, keys: Tensor, dtype: torch.dtype, fetched: Tensor | None = None) -> Tensor:
         """Training images by number, `[k, B]` -> prepared `[k·B, 3, H, W]`, augmented with the lanes' keys `[k]`.
 
         fetched: the images themselves, if they are not kept on the compute device.
         """
-        if fetched is None and not self.stream and self.augment in DRAWS:
-            made = self._kernel(self.images, samples, keys, self.augment, dtype)
-            if made is not None:
-                return made
+        if fetched is None and not self.stream:
+            return self._views(self.images, samples, keys, self.augment, dtype)
         images = self.take(samples.flatten()) if fetched is None else fetched
         if self.augment is not None:
             images = self.augment(images, keys)
         return self.prepare(images, dtype)
 
     def plain_views(self, pool: Tensor, samples: Tensor, dtype: torch.dtype) -> Tensor:
-        """Images of another pool (on the compute device) by number, `[k, B]` -> prepared, as they are."""
-        made = self._kernel(pool, samples, samples, None, dtype)
-        return self.prepare(pool[samples.flatten()], dtype) if made is None else made
+        """Returns images of another pool (on the compute device) by number, `[k, B]`, prepared but not augmented."""
+        return self._views(pool, samples, samples, None, dtype)
 
-    def _kernel(
+    def _views(
         self, pool: Tensor, samples: Tensor, keys: Tensor, augment: Augment | None, dtype: torch.dtype
-    ) -> Tensor | None:
-        """All of it in one GPU kernel, if there is one."""
-        kernels = fast_kernels(self.device)
-        if kernels is None:
-            return None
-        mean, std = (_channels(values, dtype, self.device).expand(3, 1, 1) for values in (self.mean, self.std))
-        made: Tensor = kernels.views(pool, samples, keys, SALT, DRAWS[augment], padding(pool), mean, std, dtype)
-        return made
+    ) -> Tensor:
+        colours = _channels(self.mean, dtype, self.device), _channels(self.std, dtype, self.device)
+        draws = (SALT, DRAWS[augment], padding(pool)) if augment in DRAWS else None
+        return ops_for(self.device).views(pool, samples, keys, augment, draws, colours)
 
     def label_counts(self) -> NDArray[np.int64]:
         """Returns the training samples per client and class, `[clients, classes]`."""

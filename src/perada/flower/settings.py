@@ -15,7 +15,7 @@ from ..data import VALIDATION, is_public_name
 from ..data.images import IMAGENET
 from ..errors import InputError, unknown
 from ..methods import hyperparameters
-from ..models import WEIGHTS
+from ..models import WEIGHTS, names_code
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN = re.compile(rf"{NAME.pattern}-[0-9a-f]{{8}}")  # `records.open_run` makes them
@@ -252,6 +252,8 @@ class Plan:
             classes = tuple(map(str, found["classes"]))
             if config.model.weights not in MADE_ANYWHERE or config.distill.data != "none" or config.data.root:
                 raise ValueError("it names files or downloads, which a server has no say in at a site")
+            if names_code(config.model.backbone) or names_code(config.model.adapter):
+                raise ValueError("it names a module to import, which a server has no say in at a site")
             if not SHA256.fullmatch(found["backbone"]):
                 raise ValueError("backbone is no sha256")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
