@@ -153,7 +153,7 @@ class Federation:
         return np.concatenate([c.val for c in self.clients])
 
     def prepare(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 `[n, C, H, W]` -> normalised `[n, 3, H, W]`: grey images become three equal channels."""
+        """uint8 `[n, C, H, W]` -> normalised `[n, 3, H, W]`; grey images become three equal channels."""
         return normalised(images, *(_channels(values, dtype, images.device) for values in (self.mean, self.std)))
 
     def views(self, samples: Tensor, keys: Tensor, dtype: torch.dtype, fetched: Tensor | None = None) -> Tensor:
