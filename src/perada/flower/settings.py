@@ -143,6 +143,8 @@ def _run_config(file: Path, tables: dict[str, Any], sites: int) -> Config:
     config = resolve(preset, {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()})
     if config.distill.data == VALIDATION:
         raise InputError(f"{file}: Distill.data={VALIDATION} has no meaning at a server: the data are at the sites")
+    if config.data.normalise == "backbone":
+        raise InputError(f"{file}: DataOptions.normalise=backbone works in simulations only: use data or imagenet")
     if config.distill.guard == "server":
         raise InputError("Distill.guard=server needs labelled data at the server: use clients or none")
     if config.model.weights == "fedavg":

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..client.scores import Scores, personal_scores, scores_on
-from ..config import Config, build, resolve
-from ..data import GIVEN, SEVERITIES, Federation, blank, build_federation, data_home, named_sets, place_of
+from ..config import Config, build, federation_of, resolve
+from ..data import GIVEN, SEVERITIES, Federation, blank, data_home, named_sets, place_of
 from ..errors import InputError, unknown
 from ..experiment import DTYPES, Experiment, Say
 from ..lanes import State
@@ -90,7 +90,7 @@ class Run:
             raise InputError(
                 f"{self.path} was made with data from Python: perada.load({str(self.path)!r}, federation=...)"
             )
-        found = build_federation(self.config.data, device_of(self.config.run.device))
+        found = federation_of(self.config)
         self.folder.check_data(found.facts())
         return found
 

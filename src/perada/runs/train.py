@@ -14,12 +14,12 @@ import torch
 from .. import __version__
 from ..callbacks import Callback, OnRound
 from ..client.scores import all_scores_on
-from ..config import Config, build, describe, resolve
-from ..data import Federation, build_federation, named_sets
+from ..config import Config, build, describe, federation_of, resolve
+from ..data import Federation, named_sets
 from ..errors import InputError
 from ..experiment import Experiment, Progress, Say
 from ..lanes import Pool
-from ..machine import device_of, precision_of
+from ..machine import precision_of
 from ..methods import sizes_of
 from ..models import same_weights
 from ..report import write_report
@@ -167,7 +167,7 @@ def _resume(
         say(line)
     if saved is not None and saved.round > config.train.rounds:
         raise InputError(f"{path} has {saved.round} rounds already: Train.rounds={config.train.rounds} would undo some")
-    federation = federation or build_federation(config.data, device_of(config.run.device))
+    federation = federation or federation_of(config)
     folder.check_data(federation.facts())
     experiment = build(
         config, folder.backbone, say, federation, pretrain=lambda inner: _pretrain(inner, folder, on_round)
