@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..config import parse_setting
+from ..config.settings import given
 from ..errors import InputError
 from ..flower import certs, collect
 from ..flower.address import PORT, Address
@@ -66,7 +67,7 @@ def init_command(
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="section.key=value")] = None,
 ) -> None:
     """Write a project folder: the app, server.toml, site.toml, a script for certificates."""
-    settings = dict(parse_setting(s) for s in sets or []) | ({"method.name": method} if method else {})
+    settings = given(dict(parse_setting(s) for s in sets or []), method=method or None)
     address = Address.parse(server)
     for path in init(folder, name, _split(sites), address, preset, _split(classes), settings):
         tell(str(path))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..client.scores import Scores, personal_scores, scores_on
 from ..config import Config, build, federation_of, resolve
+from ..config.settings import given
 from ..data import GIVEN, SEVERITIES, Federation, blank, data_home, named_sets, place_of
 from ..errors import InputError, unknown
 from ..experiment import DTYPES, Experiment, Say
@@ -201,5 +202,5 @@ def load(
     """
     not_empty("--data", data)
     folder = RunFolder.open(Path(path))
-    moved = {"run.device": device} | ({"data.root": str(data)} if data is not None else {})
-    return Run(folder, resolve(str(folder.path / "config.toml"), moved), say, data is not None, model, federation)
+    config = resolve(str(folder.path / "config.toml"), given(data=data, device=device))
+    return Run(folder, config, say, data is not None, model, federation)
