@@ -16,13 +16,15 @@ from torch.func import functional_call
 
 from perada.data.augment import AUGMENT
 from perada.data.federation import Client, Federation
-from perada.lanes import State, Stem, fold
+from perada.lanes import LaneModel, Options, State, Stem, conv, fold, gradient
 from perada.lanes import ops as seam
 from perada.lanes.context import Context, Norm, Slots
 from perada.lanes.layers import LaneBatchNorm, LaneConv2d, ResidualAdapter
 from perada.lanes.ops import PLAIN, Ops, Statistics
 from perada.lanes.random import keep_mask
 from perada.lanes.state import flattened
+
+from .problems import cross_entropy, problem
 
 if sys.platform != "linux":
     pytest.skip("Triton is a Linux package", allow_module_level=True)
@@ -394,3 +396,27 @@ def test_a_slot_is_taken_once() -> None:
     for name, plain, further in zip(places, *grads, strict=True):
         assert float(places[name].norm()) > 0
         assert_close_norm(places[name] + further, plain, 1e-12)
+
+
+@pytest.mark.parametrize("trained", ["adapter", "full"])
+def test_a_step_writes_the_gradients_of_all_kernels_into_their_slots(
+    trained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise every parameter would cost a copy, and nothing but the time would tell."""
+    made: list[Slots] = []
+    monkeypatch.setattr(gradient, "Slots", lambda *given: made.append(Slots(*given)) or made[-1])
+    monkeypatch.setattr(conv, "choose", lambda *shape: "columns")
+    given = problem("resnet8", trained, "residual" if trained == "adapter" else None)
+    given.model.context.ops, state, seen = TRITON, flattened(given.start), list[tuple[str, Tensor]]()
+    real = LaneModel.__call__
+
+    def call(self: LaneModel, state: State, *args: Any, **more: Any) -> Tensor:
+        seen.extend(state.params.items())
+        return real(self, state, *args, **more)
+
+    monkeypatch.setattr(LaneModel, "__call__", call)
+    batch = given.batches(0, torch.arange(4))
+    with torch.enable_grad():
+        gradient.Gradient(given.model, batch, cross_entropy, torch.arange(4), Options())(state)
+    products = {n for n in state.params if n.startswith("fc.") or "downsample.0." in n}  # plain torch has these
+    assert {n for n, p in seen if made[0].is_free(p)} == products
