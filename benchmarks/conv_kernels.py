@@ -1,10 +1,10 @@
-"""Which kernel for which shape: K different convolutions over one folded batch, three ways.
+"""Compares three ways to compute K different convolutions over one folded batch, shape by shape.
 
     python benchmarks/conv_kernels.py [--device cuda] [--json FILE]
 
-Times forward + backward of `Ops.conv` (gradients to the input and the weights; a stem's input is an
-image and needs none) for the k×k convolutions of ResNet-18 with the ImageNet stem and of resnet8. The
-table in `perada.lanes.conv.choose` is read off these numbers; "loses" is its price against the fastest.
+It times forward + backward of `Ops.conv` (gradients to the input and the weights; a stem's input is an
+image and needs none), for the k×k convolutions of ResNet-18 with the ImageNet stem and of resnet8. The
+table in `perada.lanes.conv.choose` comes from these numbers; "loses" is how much slower its choice is than the fastest.
 """
 
 from __future__ import annotations

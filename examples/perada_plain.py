@@ -127,7 +127,7 @@ def distill(net: nn.Module, w: Adapter, uploads: Sequence[Adapter], public: Sequ
         student = net(images).log_softmax(1)
         adam.zero_grad()
         F.kl_div(student, teacher.log_softmax(1), reduction="batchmean", log_target=True).backward()
-        adam.round()
+        adam.step()
     return adapter(net) | {name: w[name] for name in statistics(net)}
 
 

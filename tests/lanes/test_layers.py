@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -147,14 +148,15 @@ def test_conv_with_a_frozen_weight() -> None:
     assert_lanes(LaneConv2d.of(plain), plain, draw(K * B, 3, 5, 5), lanes_of(plain, ["bias"]))
 
 
-def test_conv_of_another_kind_is_refused() -> None:
-    for layer in (
-        nn.Conv2d(4, 4, 3, groups=2),
-        nn.Conv2d(4, 4, 3, padding="same"),
-        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
-    ):
-        with pytest.raises(ValueError, match="groups=1 and numeric zero padding"):
-            LaneConv2d.of(layer)
+@pytest.mark.parametrize("own", [["weight", "bias"], ["weight"], ["bias"]], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{"groups": 2}, {"groups": 4}, {"padding": "same"}, {"padding": 1, "padding_mode": "circular"}],
+    ids=str,
+)
+def test_conv_with_groups_or_uncommon_padding(how: dict[str, Any], own: list[str]) -> None:
+    plain = nn.Conv2d(4, 8, 3, **how, dtype=torch.float64)
+    assert_lanes(LaneConv2d.of(plain), plain, draw(K * B, 4, 5, 5), lanes_of(plain, own))
 
 
 def test_the_table_names_a_kernel_for_any_size() -> None:

@@ -4,7 +4,7 @@ This package knows nothing of federated learning. See docs/architecture.md.
 """
 
 from .context import Norm
-from .convert import adapt, default_groups
+from .convert import convert, default_groups, is_resnet, last_linear, parent_of
 from .gradient import Batch, Gradient, Loss, Options
 from .layers import (
     LaneBatchNorm,
@@ -64,16 +64,18 @@ __all__ = [
     "Update",
     "adam",
     "adam_states",
-    "adapt",
     "bytes_per_lane",
+    "convert",
     "default_groups",
     "divide",
     "flattened",
     "fold",
     "gather",
     "get_ready",
+    "is_resnet",
     "join",
     "key_of",
+    "last_linear",
     "loop",
     "mean",
     "merge",
@@ -81,6 +83,7 @@ __all__ = [
     "normalised",
     "on_cpu",
     "ops_for",
+    "parent_of",
     "part",
     "repeat",
     "rng_of",

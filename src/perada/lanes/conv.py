@@ -65,15 +65,18 @@ def lane_conv2d(
     padding: tuple[int, int],
     dilation: tuple[int, int] = (1, 1),
     kernel: Kernel | None = None,
+    groups: int = 1,
 ) -> Tensor:
     """Returns lane k's images convolved with lane k's weight.
 
-    x `[K·B, I, H, W]`, weight `[K, O, I, h, w]` -> `[K·B, O, H', W']`. In plain torch "columns" is "grouped".
+    x `[K·B, I, H, W]`, weight `[K, O, I/groups, h, w]` -> `[K·B, O, H', W']`. In plain torch "columns" is "grouped".
     """
     lanes = weight.shape[0]
     if lanes == 1:
-        return F.conv2d(x, weight[0], None, stride, padding, dilation)
-    if weight.shape[3:] == (1, 1) and padding == (0, 0):
+        return F.conv2d(x, weight[0], None, stride, padding, dilation, groups)
+    if groups > 1:
+        kernel = "grouped"
+    elif weight.shape[3:] == (1, 1) and padding == (0, 0):
         return lane_conv1x1(x[:, :, :: stride[0], :: stride[1]], weight.flatten(2))
     out = out_size(x, weight, stride, padding, dilation)
     kernel = kernel or choose(x.device.type, weight.shape[2], weight.shape[1], out[0] * out[1])
@@ -83,7 +86,7 @@ def lane_conv2d(
     batch = x.shape[0] // lanes
     if kernel in ("grouped", "columns"):
         folded = x.reshape(lanes, batch, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
-        y = F.conv2d(folded, weight.flatten(0, 1), None, stride, padding, dilation, groups=lanes)
+        y = F.conv2d(folded, weight.flatten(0, 1), None, stride, padding, dilation, lanes * groups)
         return y.view(batch, lanes, -1, *y.shape[2:]).transpose(0, 1).flatten(0, 1)
     columns = F.unfold(x, (weight.shape[3], weight.shape[4]), dilation, padding, stride)
     columns = columns.view(lanes, batch, *columns.shape[1:])  # [K, B, I·h·w, H'·W']

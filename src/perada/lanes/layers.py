@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .context import Context
+from .conv import lane_conv2d
 from .ops import Statistics
 from .random import fold, keep_mask, key_of
 from .stem import Stem
@@ -51,7 +52,7 @@ class LaneLinear(nn.Linear):
 
 
 class LaneConv2d(nn.Conv2d):
-    """A convolution with weight `[K, O, I, h, w]`, or a frozen one; an `adapter`, if any, is applied to its output."""
+    """A convolution with weight `[K, O, I/groups, h, w]`, or a frozen one; an `adapter`, if any, follows it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,8 +61,6 @@ class LaneConv2d(nn.Conv2d):
 
     @classmethod
     def of(cls, layer: nn.Conv2d) -> LaneConv2d:
-        if layer.groups != 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
-            raise ValueError("a trained or adapted convolution needs groups=1 and numeric zero padding")
         new = cls(
             layer.in_channels,
             layer.out_channels,
@@ -69,7 +68,9 @@ class LaneConv2d(nn.Conv2d):
             layer.stride,
             layer.padding,
             layer.dilation,
+            layer.groups,
             bias=layer.bias is not None,
+            padding_mode=layer.padding_mode,
             device="meta",
         )
         new.weight, new.bias = layer.weight, layer.bias
@@ -77,12 +78,23 @@ class LaneConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         ops = self.context.ops
-        y = ops.frozen_conv(x, self) if self.weight.dim() == 4 else ops.conv(x, self)
+        if self.groups > 1 or self.padding_mode != "zeros" or isinstance(self.padding, str):
+            y = self.uncommon(x)
+        else:
+            y = ops.frozen_conv(x, self) if self.weight.dim() == 4 else ops.conv(x, self)
         if self.bias is not None:
             y = y + along(self.bias, y, self.bias.dim() - 1, 1)
         if self.adapter is not None:
             y = self.adapter(y)
         return y
+
+    def uncommon(self, x: Tensor) -> Tensor:
+        """Convolves with groups, or with padding other than numbers of zeros. No kernel is made for these."""
+        if self.weight.dim() == 4:
+            return self._conv_forward(x, self.weight, None)  # type: ignore[no-any-return]
+        sides, mode = self._reversed_padding_repeated_twice, self.padding_mode
+        x = F.pad(x, sides, "constant" if mode == "zeros" else mode)
+        return lane_conv2d(x, self.weight, self.stride, (0, 0), self.dilation, groups=self.groups)  # type: ignore[arg-type]
 
 
 class LaneBatchNorm(nn.Module):
@@ -141,6 +153,20 @@ class LaneLayerNorm(nn.LayerNorm):
         y = F.layer_norm(x, self.normalized_shape, None, None, self.eps)
         y = y * along(self.weight, y, self.weight.dim() - own, -own)
         return y if self.bias is None else y + along(self.bias, y, self.bias.dim() - own, -own)
+
+
+class LaneGroupNorm(nn.GroupNorm):
+    """weight and bias `[K, C]`, or frozen ones."""
+
+    @classmethod
+    def of(cls, layer: nn.GroupNorm) -> LaneGroupNorm:
+        new = cls(layer.num_groups, layer.num_channels, layer.eps)
+        new.weight, new.bias = layer.weight, layer.bias
+        return new
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.group_norm(x, self.num_groups, None, None, self.eps)
+        return y * along(self.weight, y, self.weight.dim() - 1, 1) + along(self.bias, y, self.bias.dim() - 1, 1)
 
 
 class LaneDropout(nn.Module):

@@ -48,14 +48,14 @@ class LaneModel:
 
     trained: the parameters that each lane owns. A lane also owns the running statistics of every batch norm.
     inert: trained parameters that cannot change what the network computes in expectation. They are counted, sent and
-        stored, but no optimiser changes them (see `convert._insert`).
+        stored, but no optimiser changes them (see `adapters.Residual.insert`).
     """
 
     def __init__(
         self, module: nn.Module, trained: frozenset[str], inert: frozenset[str], groups: Mapping[str, Group]
     ) -> None:
         self.module = module.eval().requires_grad_(False)
-        self.groups = dict(groups)
+        self.groups = groups
         self.inert = inert & trained
         self.compute: torch.dtype | None = None
         self.context = Context()
@@ -116,8 +116,7 @@ class LaneModel:
         return repeat(one, lanes)
 
     def group(self, name: str) -> Group:
-        if name not in self.groups:
-            raise KeyError(f"this model has no parameter group {name!r}; it has {', '.join(self.groups)}")
+        """Returns a group. An unknown name is an error that lists those there are (`convert.Groups`)."""
         return self.groups[name]
 
     def holds(self, state: State) -> bool:

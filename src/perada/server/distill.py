@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data.federation import Federation
-from ..data.public import Chunks
+from ..data.public import Chunks, as_public
 from ..errors import InputError
 from ..lanes import (
     Batch,
@@ -109,12 +109,9 @@ def chunks_of(images: int, options: Distill, seed: int) -> list[Tensor]:
 
 def public_chunks(images: Tensor, federation: Federation, options: Distill, dtype: torch.dtype) -> Chunks:
     """Returns public images as chunks on the federation's device, prepared when they are asked for."""
-    if images.shape[2:] != federation.images.shape[2:]:
-        raise InputError(
-            f"public images are {tuple(images.shape[2:])} pixels and the clients' {tuple(federation.images.shape[2:])}"
-        )
-    if len(images) < 2 or options.size == 1:
-        raise InputError("distillation needs at least two public images: batch norm cannot normalise one")
+    images = as_public(images, federation)
+    if options.size == 1:
+        raise InputError("Distill.size must be at least two public images: batch norm cannot normalise one")
     chunks = torch.stack(chunks_of(len(images), options, federation.seed)).to(federation.device)
     return Chunks(federation, images.to(federation.device), chunks, dtype)
 
