@@ -72,7 +72,7 @@ def build(
         for line in lines:
             say(line)
     if device.type == "cuda" and not ops_for(device).fast:
-        say("warning: Triton is missing, so there are no kernels for lanes: the same results, slower")
+        say("warning: Triton is missing: results are the same, but training is slower")
     return experiment
 
 
