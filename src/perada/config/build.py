@@ -73,7 +73,7 @@ def build(
         say(experiment.fit_lanes())
         say(federation.about_images())  # last: a refusal is one line
     if device.type == "cuda" and not ops_for(device).fast:
-        say("warning: Triton is missing, so there are no kernels for lanes: the same results, slower")
+        say("warning: Triton is missing: results are the same, but training is slower")
     return experiment
 
 
