@@ -234,7 +234,7 @@ class Queue:
 
     def work(self, pause: Callable[[], None] = lambda: time.sleep(2.0)) -> None:
         try:
-            while self.left > 0 and self.round():
+            while self.left > 0 and self.step():
                 pause()
         finally:
             for item in self.items:
