@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Callback:
     """Listens to a training; every hook does nothing unless a subclass has its own.
 
-    A callback stops a run with `experiment.stop()`: the round is then treated as the last one.
+    A callback stops a run with `experiment.stop()`: the next round is then the last one.
     """
 
     def start(self, experiment: Experiment) -> None:

@@ -173,6 +173,7 @@ class Experiment:
         server, broadcast, client = method.init(self.model)
         self.now = Moment(0, server, broadcast, repeat(client, len(self.federation.clients)))
         self.seconds = 0.0
+        self._stop_at: int | None = None  # where `stop` ends the training before its planned last round
         self.test_data = self.federation if self.federation.clients else None  # what the global model is tested on
         self.mark: Callable[[str, int], None] = lambda what, round: None  # told of every boundary inside a round
         self.config: Any = None  # the configuration that this was built from, if any
@@ -348,15 +349,21 @@ class Experiment:
         return self.cohort.lanes if isinstance(self.cohort, LocalCohort) else self.options.lanes
 
     def stop(self) -> None:
-        """Makes the next round the last one."""
-        self.train = replace(self.train, rounds=min(self.train.rounds, self.now.round + 1))
+        """Makes the next round the last one of this training; another `run` or `rounds` goes on to the planned end."""
+        self._stop_at = self.now.round + 1
+
+    @property
+    def last_round(self) -> int:
+        """The number of rounds after which the training ends."""
+        planned = self.train.rounds
+        return planned if self._stop_at is None else min(planned, self._stop_at)
 
     def progress(self, known: Container[int] = (), splits: Sequence[str] = SPLITS) -> Iterator[Progress]:
         """Trains to the last round, and says what happened on the way; rounds in `known` are evaluated already."""
         every = self.options.eval_every
         while True:
             at = self.now.round
-            over, row, late = at >= self.train.rounds, None, False
+            over, row, late = at >= self.last_round, None, False
             if over and self.finish():
                 yield self._progress("finished")
             if (over or (at and at % every == 0)) and at not in known:
@@ -364,6 +371,7 @@ class Experiment:
                 late = row is None
             yield self._progress("round", row)
             if over:
+                self._stop_at = None
                 return
             uploads = self.gather()
             row = self.row(uploads.scores, splits) if late and uploads.scores is not None else None
@@ -372,7 +380,7 @@ class Experiment:
             yield self._progress("trained")
 
     def _progress(self, event: Any, row: Evaluation | None = None) -> Progress:
-        return Progress(self.now.round, self.train.rounds, row, tuple(self.now.last.get("failed", ())), event)
+        return Progress(self.now.round, self.last_round, row, tuple(self.now.last.get("failed", ())), event)
 
     def rounds(self) -> Iterator[Evaluation]:
         """Trains to the last round; yields every evaluation. `for row in experiment.rounds(): ...`"""
@@ -431,8 +439,8 @@ class Experiment:
         self.seconds = float(note["seconds"])
 
     def here(self, state: State) -> State:
-        """Returns a state on this experiment's device, in its precision."""
-        return state.map(lambda t: t.to(self.device, self.dtype))
+        """Returns a state on this experiment's device, in its precision; counts stay whole numbers."""
+        return state.map(lambda t: t.to(self.device, self.dtype if t.is_floating_point() else t.dtype))
 
     def trainer(self, clients: Sequence[int]) -> Trainer:
         """Returns what the method sees of these clients in the next round."""

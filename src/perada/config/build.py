@@ -50,10 +50,11 @@ def build(
     method = config.make_method()
     if to_train:
         check(config, federation, local=cohort is None)
+    local = to_train and cohort is None
+    for line in (*about_data(federation), *about_settings(config)) if local else ():
+        say(line)
     distils = to_train and method.parts.distils and config.distill.steps > 0
     images = _public(config, federation) if distils else None
-    for line in (*about_data(federation), *about_settings(config)) if to_train and cohort is None else ():
-        say(line)
     made = _network(config, federation, backbone, say, pretrain) if net is None else Backbone(net, config.model.head)
     experiment = Experiment(
         made.net,
@@ -69,7 +70,7 @@ def build(
         options=config.run,
     )
     experiment.config = config
-    if to_train and cohort is None:
+    if local:
         say(experiment.fit_lanes())
         say(federation.about_images())  # last: a refusal is one line
     if device.type == "cuda" and not ops_for(device).fast:
@@ -92,11 +93,10 @@ def check(config: Config, federation: Federation, local: bool = True) -> None:
     """Refuses settings that do not fit the data or the method, without building anything."""
     method = config.make_method()
     check_fit(federation, method, config.train, config.distill, local)
-    if method.parts.distils and config.distill.steps > 0:
-        _refuse_own(config)
-
-
-def _refuse_own(config: Config) -> None:
+    if not method.parts.distils or config.distill.steps == 0:
+        return
+    if config.distill.data == "none":
+        raise InputError("distillation needs public images: set Distill.data, or Distill.steps=0")
     if config.distill.data in (config.data.name, config.data.root):
         raise InputError(f"Distill.data={config.distill.data} holds the clients' own images: choose other public data")
 

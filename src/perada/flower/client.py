@@ -87,7 +87,7 @@ class Work:
 
     def here(self, state: State) -> State:
         dtype = DTYPES[self.config.run.precision]
-        return state.map(lambda t: t.to(self.device, dtype))
+        return state.map(lambda t: t.to(self.device, dtype if t.is_floating_point() else t.dtype))
 
     def trainer(self, round: int) -> Trainer:
         run = self.config.run

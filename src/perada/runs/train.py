@@ -191,7 +191,7 @@ def _continue(experiment: Experiment, folder: RunFolder, saved: Any) -> bool:
 def _same(path: Path, stored: Config, config: Config) -> None:
     """Refuses to resume a run with other settings than it was made with."""
     old, new = stored.flat(), config.flat()
-    for key in old.keys() | new.keys():
+    for key in {**old, **new}:
         if key not in RESUMED and old.get(key) != new.get(key):
             raise InputError(f"{path} was made with another {key}: give the old one, or choose another folder")
 
