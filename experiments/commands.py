@@ -127,9 +127,9 @@ def _scores(state: State) -> tuple[Table, str]:
 
 
 def _settled(name: str, results: Path) -> dict[str, Any] | None:
-    """What a study of stages came to; of other experiments nothing."""
+    """Returns the distillation that a study settled; None for other experiments."""
     experiment = experiments()[name]
-    if not any(c.rule == "study" for c in experiment.choices):
+    if not any(c.rule in ("study", "settle") for c in experiment.choices):
         return None
     return settled(experiment, {n: validation_of(r) for n, r in state_of(experiment, results).found.items()})
 

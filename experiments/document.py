@@ -16,7 +16,18 @@ from .overview import overview
 from .plans import REPORTED, Choice, Experiment, experiments
 from .results import METRICS, Interval, Result, interval, later, paired, value
 from .running import State, state_of
-from .study import TOLERANCE, Validation, fits, settled, validation_of, winner
+from .study import (
+    TOLERANCE,
+    Scores,
+    Validation,
+    counts,
+    fits,
+    noise_of,
+    scores_of,
+    settled,
+    validation_of,
+    winner,
+)
 
 COMMAND = "python -m experiments {name} --data FOLDER --weights FILE"
 MISSING = "–"
@@ -70,6 +81,7 @@ def _section(state: State, figures: dict[str, str]) -> str:
     lines += [_where(state), ""]
     bodies: dict[str, Callable[[State, dict[str, str]], list[str]]] = {
         "distill-study": _study,
+        "settle": _settle,
         "others": _others,
         "ablations": _ablations,
     }
@@ -302,13 +314,77 @@ def _study(state: State, figures: dict[str, str]) -> list[str]:
     return [*lines, f"Settled, and what the preset `{experiment.preset}` has: {words}.", ""]
 
 
+def _settle(state: State, figures: dict[str, str]) -> list[str]:
+    """The study by the rule "settle": the noise of equal runs, then each choice with its candidates."""
+    experiment = state.experiment
+    seen = {name: validation_of(result) for name, result in state.found.items()}
+    noise = noise_of(experiment, seen)
+    lines = [
+        "Validation data only, personal models, means over rounds 26 to 50 and then over the seeds. *Local*: the",
+        "clients' own validation data. *server*: labelled images that the server holds back. A candidate counts if its",
+        "server score exceeds the reference's by more than twice the noise and its Local falls by at most",
+        f"{TOLERANCE} points.",
+        "",
+    ]
+    if noise is None:
+        lines += ["Noise: not measured yet, because no two equal runs are done.", ""]
+    else:
+        lines += [
+            f"Noise, the standard deviation between equal runs: server {noise.server:.2f}, Local {noise.local:.2f}."
+        ]
+        lines += [f"So a gain counts above {2 * noise.server:.2f} points of server.", ""]
+    for choice in experiment.choices:
+        lines += [f"### {choice.name}", "", *_contest(state, choice, seen, noise)]
+    drawn = {v: runs for v in ("no-kd", *experiment.choices[0].among) if (runs := _runs_of(state, v))}
+    for split, word in (("server_val", "server"), ("local_val", "Local")):
+        if drawn:
+            file, title = f"{experiment.name}-{split}.svg", f"{experiment.name}: {word}"
+            figures[file] = drawings.convergence(drawn, title, split)
+            lines += [f"![{title} over rounds](results/{file})"]
+    return [*lines, ""]
+
+
+def _runs_of(state: State, variant: str) -> list[Result]:
+    return [state.found[run] for run in state.experiment.runs_of(variant) if run in state.found]
+
+
+def _contest(state: State, choice: Choice, seen: Mapping[str, Validation], noise: Scores | None) -> list[str]:
+    """Returns one choice's table and its outcome."""
+    experiment, rows = state.experiment, Rows()
+    reference, won = scores_of(experiment, choice.reference, seen), winner(experiment, choice.name, seen)
+    for variant in (choice.reference, *choice.among, *choice.shown):
+        several = _runs_of(state, variant)
+        if not several:
+            continue
+        own = scores_of(experiment, variant, seen)
+        row = [variant, _changed(experiment, several[0]), str(len(several))]
+        row += [MISSING, MISSING] if own is None else [_number(own.local), _number(own.server)]
+        gain, verdict = MISSING, MISSING
+        if own and reference and variant != choice.reference:
+            gain = f"{own.server - reference.server:+.2f}"
+            if noise and variant not in choice.shown:
+                verdict = "yes" if counts(own, reference, noise) else "no"
+        row.append(gain)
+        rows.append([*row, verdict + (" (won)" if variant == won else ""), accepted(several)])
+    head = ["variant", "settings", "runs", "Local", "server", "server − reference", "counts", "guard accepted"]
+    if not rows:
+        return ["Nothing was run yet.", ""]
+    if won is None:
+        outcome = "Not settled yet: some of its runs are missing."
+    elif won == choice.reference:
+        outcome = f"No candidate counts: `{won}` stays."
+    else:
+        outcome = f"Chosen: `{won}`."
+    return [*pipes(head, rows), outcome, ""]
+
+
 def _how(choice: Choice, name: str, seen: Mapping[str, Validation]) -> str:
     """A run can win though it does not qualify, where nobody does."""
     return "" if fits(seen[name], seen.get(choice.reference)) else " (stayed)"
 
 
 def _changed(experiment: Experiment, result: Result) -> str:
-    hidden = {"method.name", "run.seed", "train.rounds"}
+    hidden = {"method.name", "run.seed", "run.checkpoint_every", "train.rounds"}
     kept = {k: v for k, v in result["settings"].items() if k not in hidden and experiment.settings.get(k, MISSING) != v}
     shown = ", ".join(f"{k.partition('.')[2]} {v}" for k, v in kept.items())
     return shown or ("no distillation" if result["method"] == "perada-no-kd" else "as it begins")

@@ -26,6 +26,7 @@ LITERALLY: dict[str, Any] = {  # the paper's text, as it reads
 Settings = Mapping[str, Any]
 TITLES = {  # in the order of their worth
     "distill-study": "Which distillation: CIFAR-10, 40 rounds, one seed, chosen by validation data",
+    "settle": "Distillation settled: CIFAR-10, 50 rounds, two seeds, judged against the noise of equal runs",
     "main": "The main table: CIFAR-10, 200 rounds, 3 seeds",
     "others": "The other 16 methods: CIFAR-10, one seed, 50 rounds, each tuned on validation data",
     "ablations": "Ablations: distillation steps, images and sets, λ, initialisation; CIFAR-10, one seed, 50 rounds",
@@ -46,18 +47,23 @@ class Trial:
     settings: Settings
     follows: str = ""
     tested: bool = True  # False: evaluated on validation data alone, and its folder goes when its result is written
+    variant: str = ""  # rule "settle": runs of one variant differ in their seed alone; equal seeds measure the noise
 
 
 @dataclass(frozen=True)
 class Choice:
     """What is settled by validation data when all of `among` are done; the winner of `before` stands for election,
-    too. `study.py` has the rules."""
+    too. `study.py` has the rules.
+
+    Under the rule "settle" `among`, `reference` and `shown` name variants, not runs.
+    """
 
     name: str
     among: tuple[str, ...]
-    rule: Literal["local", "study"] = "local"
+    rule: Literal["local", "study", "settle"] = "local"
     before: str = ""
-    reference: str = ""  # rule "study": the run without distillation, which nobody may fall behind
+    reference: str = ""  # the run or variant that no candidate may fall behind in Local
+    shown: tuple[str, ...] = ()  # controls and diagnoses: compared with the reference, never chosen
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,10 @@ class Experiment:
     @property
     def groups(self) -> list[str]:
         return list(dict.fromkeys(t.group for t in self.trials))
+
+    def runs_of(self, variant: str) -> list[str]:
+        """Returns the names of a variant's runs, replicates included."""
+        return [t.name for t in self.trials if t.variant == variant]
 
 
 GPU: Settings = {"run.precision": "bf16", "run.checkpoint_every": 10}
@@ -194,6 +204,99 @@ def _study() -> Experiment:
         settings={**CIFAR10, **BEGINNING, "train.rounds": 40, "data.server_val": 0.05},
         trials=tuple(trials),
         choices=tuple(choices),
+        seconds=SECONDS,
+        distilling=DISTILLING,
+    )
+
+
+# The recipe that the first study settled, written out: the `cifar10` preset may change when this study ends.
+FIRST_RECIPE: Settings = {
+    **BEGINNING,
+    "distill.pull": 0.1,
+    "distill.schedule": "cosine",
+    "distill.temperature": 1.0,
+    "distill.batch": 2048,
+    "distill.data": "cifar100",
+    "distill.size": 0,
+}
+FREE: Settings = {"distill.guard": "none", "distill.pull": 0.0}  # every student is broadcast, nothing holds it
+HARD: Settings = {**FREE, "distill.lr": 1e-3, "distill.steps": 60, "distill.schedule": "constant"}
+NO_KD: Settings = {"method.name": "perada-no-kd"}
+DITTO: Settings = {"method.name": "ditto", **SELDOM}
+VARIANTS: dict[str, Settings] = {
+    "no-kd": NO_KD,
+    "once": {**HARD, "distill.rounds": 1},
+    "wide": {**NO_KD, "model.adapter_std": 6e-3},
+    "recipe": {},
+    "free": FREE,
+    "authors": {
+        "distill.guard": "server",
+        "distill.rounds": 30,
+        "distill.lr": 1e-3,
+        "distill.steps": 500,
+        "distill.candidates": list(range(20, 500, 20)),
+        "distill.schedule": "constant",
+        "distill.pull": 0.0,
+    },
+    "thrice": {**HARD, "distill.rounds": 3},
+    "thirty": {**HARD, "distill.rounds": 30, "distill.lr": 3e-4},
+    "no-kd-lam2": {**NO_KD, "method.lam": 2.0},
+    "no-kd-lam4": {**NO_KD, "method.lam": 4.0},
+    "no-kd-slow": {**NO_KD, "train.lr": 5e-3},
+    "recipe-lam2": {"method.lam": 2.0},
+    "recipe-lam4": {"method.lam": 4.0},
+    "recipe-slow": {"train.lr": 5e-3},
+    "ditto": DITTO,
+    "ditto-lam2": {**DITTO, "method.lam": 2.0},
+    "ditto-lam4": {**DITTO, "method.lam": 4.0},
+    "ditto-slow": {**DITTO, "train.lr": 5e-3},
+}
+# Group -> its runs. Runs of a group share one process, so equal runs are in different groups: within one process they
+# would meet the same order of additions and differ too little.
+SETTLE: dict[str, tuple[str, ...]] = {
+    "early": ("no-kd-0", "no-kd-1", "once-0", "once-1", "wide-0", "wide-1"),
+    "ditto": ("ditto-0", "ditto-1"),
+    "always": ("no-kd-0b", "recipe-0", "recipe-1", "free-0", "free-1", "authors-0"),
+    "longer": ("no-kd-0c", "no-kd-1b", "thrice-0", "thrice-1", "thirty-0", "thirty-1"),
+    "ditto-lam2": ("ditto-lam2-0", "ditto-lam2-1"),
+    "lam": ("no-kd-lam2-0", "no-kd-lam2-1", "recipe-lam2-0", "recipe-lam2-1", "no-kd-lam4-0", "no-kd-lam4-1"),
+    "ditto-lam4": ("ditto-lam4-0", "ditto-lam4-1"),
+    "rate": ("recipe-lam4-0", "recipe-lam4-1", "no-kd-slow-0", "no-kd-slow-1", "recipe-slow-0", "recipe-slow-1"),
+    "ditto-slow": ("ditto-slow-0", "ditto-slow-1"),
+}
+
+
+def _settle() -> Experiment:
+    """The second study of distillation, by the rule `settle`: every variant over two seeds, no distillation five times.
+
+    The groups stand in the order of their worth, so that a lease that ends early leaves comparisons that are complete.
+    """
+
+    def trial(name: str, group: str) -> Trial:
+        variant, _, seed = name.rpartition("-")
+        settings = {"method.name": "perada", **VARIANTS[variant], "run.seed": int(seed.rstrip("bc"))}
+        return Trial(name, group, settings, tested=False, variant=variant)
+
+    def tuned(method: str) -> Choice:
+        return Choice(method, tuple(f"{method}-{how}" for how in ("lam2", "lam4", "slow")), "settle", "", method)
+
+    distillation = ("recipe", "once", "thrice", "thirty", "free")
+    return Experiment(
+        name="settle",
+        preset="cifar10",
+        settings={
+            **CIFAR10,
+            **FIRST_RECIPE,
+            "run.checkpoint_every": 25,
+            "run.eval_every": 2,
+            "train.rounds": 50,
+            "data.server_val": 0.05,
+        },
+        trials=tuple(trial(name, group) for group, names in SETTLE.items() for name in names),
+        choices=(
+            Choice("distillation", distillation, "settle", "", "no-kd", ("wide", "authors")),
+            *(tuned(method) for method in ("no-kd", "recipe", "ditto")),
+        ),
         seconds=SECONDS,
         distilling=DISTILLING,
     )
@@ -325,5 +428,5 @@ def experiments() -> dict[str, Experiment]:
         trials=main_trials("digits", (0, 1)),
         needs_weights=False,
     )
-    found = (_study(), main, _others(), _ablations(), pacs, xrays, digits)
+    found = (_study(), _settle(), main, _others(), _ablations(), pacs, xrays, digits)
     return {e.name: e for e in found}

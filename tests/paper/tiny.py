@@ -51,6 +51,23 @@ def staged() -> Experiment:
     return experiment(*trials, choices=choices, distill__guard="none")
 
 
+def settling() -> Experiment:
+    """A study by the rule `settle`: no distillation four times, two candidates and a control with two seeds."""
+    variants = {
+        "no-kd": {"method.name": "perada-no-kd"},
+        "slow": {"method.name": "perada", "distill.lr": 1e-4},
+        "hard": {"method.name": "perada", "distill.lr": 0.05},
+        "wide": {"method.name": "perada-no-kd", "model.adapter_std": 6e-3},
+    }
+    runs = [(variant, seed, "") for variant in variants for seed in (0, 1)] + [("no-kd", 0, "b"), ("no-kd", 0, "c")]
+    trials = [
+        Trial(f"{variant}-{seed}{which}", "all", {**variants[variant], "run.seed": seed}, tested=False, variant=variant)
+        for variant, seed, which in runs
+    ]
+    choice = Choice("which", ("slow", "hard"), "settle", "", "no-kd", ("wide",))
+    return experiment(*trials, choices=(choice,), distill__guard="none")
+
+
 def place(home: Path, **more: Any) -> Place:
     return Place(home / "runs", home / "results", **more)
 
