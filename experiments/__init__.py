@@ -38,6 +38,6 @@ alone; words about them go to `results/reading.md`. CI makes it again and compar
 from __future__ import annotations
 
 from .plans import NAMES, Choice, Experiment, Trial, experiments
-from .running import Clock, Place, reproduce, state_of
+from .running import Clock, Place, run_experiment, state_of
 
-__all__ = ["NAMES", "Choice", "Clock", "Experiment", "Place", "Trial", "experiments", "reproduce", "state_of"]
+__all__ = ["NAMES", "Choice", "Clock", "Experiment", "Place", "Trial", "experiments", "run_experiment", "state_of"]

@@ -16,12 +16,11 @@ from perada.cli.watch import watched
 from perada.errors import InputError
 from perada.runs.names import not_empty
 
-from . import pack as packing
 from .document import over_seeds, variants_of, write_document
 from .overview import corrections, overview, words
 from .plans import NAMES, REPORTED, TITLES, experiments
 from .results import METRICS, Result, value
-from .running import Clock, Place, State, lay_over, reproduce, state_of
+from .running import Clock, Place, State, lay_over, run_experiment, state_of
 from .study import settled, validation_of
 
 app = typer.Typer(no_args_is_help=True, help="The paper's experiments, run by run; `list` says how far they are.")
@@ -37,7 +36,7 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda; default aut
 Minutes = Annotated[float | None, typer.Option(metavar="N", help="stop, saved, before this many minutes are over")]
 Together = Annotated[int, typer.Option(min=0, help="runs at once; 0: as many as is sensible on this device")]
 Only = Annotated[str | None, typer.Option(metavar="A,B", help="only these runs, or groups of runs; default all")]
-RUNS, RESULTS = Path("runs/reproduce"), Path("results")
+RUNS, RESULTS = Path("runs/run_experiment"), Path("results")
 
 
 def _command(name: str) -> Callable[..., None]:
@@ -67,7 +66,7 @@ def _command(name: str) -> Callable[..., None]:
         some = [n.strip() for n in (only or "").split(",") if n.strip()]
         place = Place(out_dir, results, data, None if weights is None else str(weights), device)
         with watched() as watch:
-            state = reproduce(experiments()[name], place, clock, together, some, watch.run, watch.round, say)
+            state = run_experiment(experiments()[name], place, clock, together, some, watch.run, watch.round, say)
         stands = overview(experiments()[name], results, out_dir, corrections(results))
         chosen = _settled(name, results)
         if as_json:
@@ -181,28 +180,3 @@ def document_command(
         )
     files = write_document(results, out_file)
     tell(f"wrote {out_file} and {len(files) - 1} figures")
-
-
-@app.command("pack")
-def pack_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a run folder, or a folder of them")],
-    out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="where the pieces go")],
-    piece: Annotated[float, typer.Option(metavar="MIB", min=0.001, help="most of one piece")] = packing.PIECE / 2**20,
-) -> None:
-    """Run folders as numbered pieces with checksums, to go on with on another machine."""
-    about = packing.pack(folder, out_dir, int(piece * 2**20))
-    size = sum(p["bytes"] for p in about["pieces"]) / 2**20
-    line = (
-        f"{about['files']} files, {size:.1f} MiB in {len(about['pieces'])} pieces; carry them and {about['name']}.json"
-    )
-    tell(line)
-
-
-@app.command("unpack")
-def unpack_command(
-    about: Annotated[Path, typer.Argument(metavar="NAME.json", help="the file that `pack` wrote beside its pieces")],
-    out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="the folder is made in here")],
-) -> None:
-    """The folder that `pack` took apart."""
-    files = packing.unpack(about, out_dir)
-    tell(f"{files} files in {out_dir}")

@@ -155,7 +155,7 @@ def state_of(experiment: Experiment, root: Path) -> State:
     return state
 
 
-def reproduce(
+def run_experiment(
     experiment: Experiment,
     place: Place,
     clock: Clock | None = None,

@@ -114,6 +114,6 @@ def test_an_interruption_says_how_to_go_on(
     def stop(*args: object, **kwargs: object) -> None:
         raise Interrupted(tmp_path)
 
-    monkeypatch.setattr(commands, "reproduce", stop)
+    monkeypatch.setattr(commands, "run_experiment", stop)
     assert run_experiments(words(tmp_path, "digits")) == 130
     assert capsys.readouterr().err.endswith("The same command goes on from there.\n")

@@ -12,7 +12,7 @@ import torch
 
 from experiments import results
 from experiments.plans import Choice
-from experiments.running import reproduce
+from experiments.running import run_experiment
 from experiments.study import (
     Scores,
     Validation,
@@ -104,7 +104,7 @@ def numbers(home: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("study")
-    assert reproduce(staged(), place(home)).left == []
+    assert run_experiment(staged(), place(home)).left == []
     return home
 
 
@@ -112,7 +112,7 @@ def test_poisoned_test_labels_change_no_choice(whole: Path, tmp_path: Path, monk
     """The whole study, to the run that is tested: the same numbers to choose by, the same choice, the same settings;
     and that run's test score shows that the poison was poison."""
     monkeypatch.setattr("perada.sweep.plan.build_federation", changed("test"))
-    assert reproduce(staged(), place(tmp_path)).left == []
+    assert run_experiment(staged(), place(tmp_path)).left == []
     assert numbers(tmp_path) == numbers(whole)
     clean, poisoned = (results.read(home / "results", "digits")["end"] for home in (whole, tmp_path))
     assert clean["last"]["local_test"] != poisoned["last"]["local_test"]
@@ -126,7 +126,7 @@ def test_poisoned_validation_labels_are_seen(
     """Without this the test above could not fail."""
     monkeypatch.setattr("perada.sweep.plan.build_federation", changed(part))
     first = replace(staged(), trials=staged().trials[:3])
-    reproduce(first, place(tmp_path))
+    run_experiment(first, place(tmp_path))
     for name, (seen, _) in numbers(tmp_path).items():
         wanted = numbers(whole)[name][0]
         assert (seen.local != wanted.local) == (part == "val"), name
@@ -163,9 +163,9 @@ def test_what_stands_for_election_touches_no_test_data(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("perada.sweep.plan.build_federation", build)
     study = replace(staged(), trials=staged().trials[:-1])
-    assert reproduce(study, place(tmp_path)).left == []
+    assert run_experiment(study, place(tmp_path)).left == []
     with pytest.raises(AssertionError, match="touched"):  # the run that is tested does touch them
-        reproduce(staged(), place(tmp_path))
+        run_experiment(staged(), place(tmp_path))
 
 
 def test_a_choice_sees_nothing_but_validation(whole: Path) -> None:
@@ -228,12 +228,12 @@ def test_poisoned_test_labels_change_nothing_of_the_rule_settle(
         assert all(v.later_server is not None and v.later_local is not None for v in found.values())
         return {**found, "won": winner(settling(), "which", found), "noise": noise_of(settling(), found)}
 
-    assert reproduce(settling(), place(tmp_path / "clean")).left == []
+    assert run_experiment(settling(), place(tmp_path / "clean")).left == []
     clean = scores(tmp_path / "clean")
     assert clean["won"] is not None
     assert clean["noise"] == Scores(0.0, 0.0), "on a CPU equal runs are equal"
     for part in ("test", "server"):
         monkeypatch.setattr("perada.sweep.plan.build_federation", changed(part))
-        assert reproduce(settling(), place(tmp_path / part)).left == []
+        assert run_experiment(settling(), place(tmp_path / part)).left == []
     assert scores(tmp_path / "test") == clean
     assert scores(tmp_path / "server") != clean, "poisoned validation labels are seen"
