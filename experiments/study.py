@@ -1,21 +1,21 @@
-"""What is chosen between runs, and by which numbers.
+"""The rules that choose between runs, and the numbers they read.
 
-The rule, written down before any of it was run:
+The rules of the first study and of tuning, written down before any run:
 
-1. Nothing here sees a test number. A run that stands for election is evaluated on validation data alone (its test
-   data are never touched), and of its result the choice reads `Validation`, below, and nothing else.
-2. Two validation numbers are legitimate. *Local*: the mean over clients of a personal model's accuracy on that
-   client's own validation data. Global-test has no such twin at the clients: no client holds validation data of the
-   others. So for the study the server holds back a labelled part of the training data (`data.server_val`) that no
-   client trains on, and *server* is the mean over clients of the personal models' accuracy on it. In a federation the
-   server would send these images to the clients and get one number back from each; no personal model moves.
-3. `local` (tuning of a method): the greatest Local, the first of equals. The paper's own rule.
-4. `study` (which distillation): among those whose Local is at most 0.3 points below that of the run without
-   distillation, the greatest server score; the first of equals, where the winner of the stage before comes first. If
-   nobody qualifies, that one stays (in the first stage: the one the study begins with).
-5. `guard=server` is shown and not elected. It chose among its candidates by the very labels that score it here, and
-   it needs labelled data at the server, which the paper's setting does not have. `guard=clients` asks the clients'
-   validation data in training, so its Local is a little flattered; its server score is not.
+1. No rule reads a test number. A candidate is evaluated on validation data alone, and its test data are never touched.
+   A rule reads `Validation`, below, and nothing else of a result.
+2. A rule reads two validation numbers. *Local* is the mean over clients of a personal model's accuracy on the client's
+   own validation data. Clients hold no validation data for Global-test, because none has images of the others. So the
+   server holds back a labelled part of the training data (`data.server_val`), on which no client trains. *server* is
+   the mean over clients of the personal models' accuracy on it. In a federation the server would send these images to
+   the clients, and each would return one number; no personal model would move.
+3. `local` tunes a method: the greatest Local wins, the first of equals. This is the paper's own rule.
+4. `study` chooses the distillation. A candidate qualifies if its Local is at most 0.3 points below that of the run
+   without distillation. The greatest server score among these wins, the first of equals; the winner of the stage before
+   comes first. If none qualifies, that winner stays (in the first stage: the run that the study begins with).
+5. `guard=server` is shown and never chosen. It picks its students by the labels that score it here, and it needs
+   labelled data at the server, which the paper's setting does not have. `guard=clients` uses the clients' validation
+   data in training, which flatters its Local a little, but not its server score.
 
 The rule `settle` of the second study, written down on 18 November 2026 before any of its runs:
 
@@ -42,16 +42,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .plans import Choice, Experiment, Trial
 from .results import later
+from .trials import Choice, Experiment, Trial
 
-TOLERANCE = 0.3  # points of Local that distillation may cost: the target of the study
-NOT_HANDED_ON = ("train.rounds", "run.seed")  # a screening's own
+TOLERANCE = 0.3  # points of Local that distillation may cost
+NOT_HANDED_ON = ("train.rounds", "run.seed")  # what a candidate does not pass to the runs that follow it
 
 
 @dataclass(frozen=True)
 class Validation:
-    """All that a choice sees of a result."""
+    """All that a rule reads of a result."""
 
     local: float | None  # after the last round
     server: float | None
@@ -61,13 +61,13 @@ class Validation:
 
 
 def validation_of(result: Mapping[str, Any]) -> Validation:
-    """Returns what a choice may see of a result."""
+    """Returns what a rule may read of a result."""
     held, both = result["validation"], (later(dict(result), split) for split in ("local_val", "server_val"))
     return Validation(held["local_val"], held["server_val"], result["guard"]["kind"], *both)
 
 
 def elected(choice: Choice, standing: Mapping[str, Validation], reference: Validation | None) -> str:
-    """The winner among `standing`, whose first is the one that stays if nobody qualifies."""
+    """Returns the winner among `standing`; its first stays if none qualifies."""
     if choice.rule == "local":
         known = {name: v.local for name, v in standing.items() if v.local is not None}
         return max(known, key=lambda name: known[name]) if known else next(iter(standing))
@@ -76,7 +76,7 @@ def elected(choice: Choice, standing: Mapping[str, Validation], reference: Valid
 
 
 def fits(one: Validation, reference: Validation | None) -> bool:
-    """Whether it may be elected by the rule `study`."""
+    """Returns whether the rule `study` may choose it."""
     if one.server is None or one.local is None or one.guard == "server":
         return False
     return reference is None or reference.local is None or one.local >= reference.local - TOLERANCE
@@ -164,7 +164,7 @@ def _repeats(experiment: Experiment, trial: Trial) -> list[Trial]:
 
 
 def settings_of(experiment: Experiment, trial: Trial, found: Mapping[str, Validation]) -> dict[str, Any] | None:
-    """What a run differs in from its preset; None while a choice it follows is not settled."""
+    """Returns how a run's settings differ from its preset; None while the choice that it follows is open."""
     handed: dict[str, Any] = {}
     if trial.follows:
         best = winner(experiment, trial.follows, found)

@@ -36,11 +36,11 @@ def test_a_run_that_was_not_all_carried_is_refused_and_nothing_of_it_removed(tmp
     run = tmp_path / "runs" / "digits" / "perada-0"
     metrics, config = ((run / name).read_bytes() for name in ("metrics.jsonl", "config.toml"))
     (run / "metrics.jsonl").unlink()
-    with pytest.raises(InputError, match=r"metrics\.jsonl lacks round 1: carry that file again"):
+    with pytest.raises(InputError, match=r"metrics\.jsonl lacks round 1: copy that file again"):
         run_experiment(one, place(tmp_path))
     (run / "metrics.jsonl").write_bytes(metrics)
     (run / "config.toml").unlink()
-    with pytest.raises(InputError, match=r"perada-0 has .* but no config\.toml: carry all of that folder"):
+    with pytest.raises(InputError, match=r"perada-0 has .* but no config\.toml: copy the whole folder"):
         run_experiment(one, place(tmp_path))
     (run / "config.toml").write_bytes(config)
     assert run_experiment(one, place(tmp_path)).left == []

@@ -10,8 +10,9 @@ from helpers import assert_close_norm
 from small import after
 
 from experiments import plans, results
-from experiments.plans import MAIN, NAMES, Experiment, experiments
+from experiments.plans import MAIN, experiments
 from experiments.study import settings_of
+from experiments.trials import NAMES, Experiment
 from perada.config import resolve
 from perada.methods import REGISTRY
 

@@ -300,7 +300,7 @@ def test_a_settled_preset_makes_results_and_run_folders_of_before_stale(whole: P
     assert state.stale == {"perada-0": ["distill.lr"], "fedavg-0": ["distill.lr"]}
     assert state.left == ["perada-0", "fedavg-0"]
     shutil.copytree(whole / "runs", tmp_path / "runs")
-    with pytest.raises(InputError, match=r"perada-0 was begun with another distill\.lr: move it away"):
+    with pytest.raises(InputError, match=r"perada-0 began with another distill\.lr: move it away"):
         run_experiment(changed, place(tmp_path))
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from experiments import results
-from experiments.plans import Choice
 from experiments.running import run_experiment
 from experiments.study import (
     Scores,
@@ -24,6 +23,7 @@ from experiments.study import (
     validation_of,
     winner,
 )
+from experiments.trials import Choice
 from perada.config import resolve
 from perada.data import Federation, build_federation
 from perada.experiment import prepare

@@ -8,8 +8,8 @@ from typing import Any
 
 from small import SMALL
 
-from experiments.plans import Choice, Experiment, Trial
 from experiments.running import Place
+from experiments.trials import Choice, Experiment, Trial
 
 # Validation data for scores that differ, and a server that holds a third of the training data.
 TINY: dict[str, Any] = {**SMALL, "data.val": 0.2, "data.server_val": 0.5, "train.batch": 16}
