@@ -25,10 +25,10 @@ from rich.table import Table
 
 from perada.client.scores import logits_on
 from perada.client.trainer import sample_loss
-from perada.config import parse_setting, resolve
+from perada.config import build, parse_setting, resolve
 from perada.data.federation import Indices
 from perada.errors import InputError
-from perada.experiment import Simulation, prepare
+from perada.experiment import Experiment
 from perada.lanes import State, gather, mean
 from perada.server.distill import Distill, distill
 
@@ -36,7 +36,7 @@ SETTINGS = {"data.min_per_class": 2, "data.server_val": 0.02, "method.name": "pe
 SETTINGS |= {"distill.candidates": [20], "distill.keep_stats": "student", "distill.size": 4096, "distill.batch": 512}
 
 
-def scored(sim: Simulation, lanes: State, images: Indices) -> np.ndarray:
+def scored(sim: Experiment, lanes: State, images: Indices) -> np.ndarray:
     """Loss and accuracy in percent of every lane, `[lanes, 2]`."""
     logits, targets = logits_on(sim.model, lanes, sim.federation, images), sim.federation.labels(images)
     losses = sample_loss(logits, targets.expand(lanes.lanes, *targets.shape)).mean(1)
@@ -44,22 +44,22 @@ def scored(sim: Simulation, lanes: State, images: Indices) -> np.ndarray:
     return torch.stack([losses.double(), right], 1).cpu().numpy()
 
 
-def rows(sim: Simulation, lanes: State, clients: Sequence[int]) -> np.ndarray:
+def rows(sim: Experiment, lanes: State, clients: Sequence[int]) -> np.ndarray:
     """`[lanes, 4]`: at the clients, then at the server."""
     own = [scored(sim, lanes, val) for c in clients if len(val := sim.federation.clients[c].val)]
     return np.concatenate([np.mean(own, 0), scored(sim, lanes, sim.federation.server_val)], 1)
 
 
-def trained(sim: Simulation, rounds: int) -> tuple[State, Sequence[int]]:
+def trained(sim: Experiment, rounds: int) -> tuple[State, Sequence[int]]:
     """The last round's uploads, and whose they are."""
     for _ in range(rounds - 1):
-        sim.step()
-    clients = sim.cohort(sim.now.round)
+        sim.round()
+    clients = sim.sampled(sim.now.round)
     uploads, _ = sim.method.client_update(sim.trainer(clients), sim.now.broadcast, gather(sim.now.kept, clients))
     return uploads, clients
 
 
-def measured(sim: Simulation, options: Distill, rounds: int, rates: Sequence[float]) -> list[dict[str, Any]]:
+def measured(sim: Experiment, options: Distill, rounds: int, rates: Sequence[float]) -> list[dict[str, Any]]:
     uploads, clients = trained(sim, rounds)
     average, found = mean(uploads), []
     for rate in rates:
@@ -87,7 +87,7 @@ def main() -> None:
     args = parser.parse_args()
     given = {"data.root": args.data, "model.weights": args.weights, "train.epochs": args.epochs}
     config = resolve("cifar10", {**SETTINGS, **given, **dict(parse_setting(s) for s in args.set)})
-    sim = prepare(config)
+    sim = build(config)
     sim.method = replace(sim.method, distils=False)  # until it is asked for
     found = measured(sim, config.distill, args.rounds, args.rates)
     table = Table("lr", "steps", "statistics", "clients' loss", "accuracy", "server's loss", "accuracy")

@@ -21,10 +21,10 @@ from rounds import made_up
 
 import perada.data
 from perada.client.trainer import sample_loss
-from perada.config import resolve
+from perada.config import build, resolve
 from perada.data.batches import ClientBatches
 from perada.data.public import Chunks
-from perada.experiment import Simulation, prepare
+from perada.experiment import Experiment
 from perada.lanes import Gradient, Options, fast, replay, sgd
 from perada.lanes.state import flattened
 
@@ -40,26 +40,26 @@ def path(fast_one: bool) -> None:
     fast.DEVICES = replay.DEVICES = ("cuda",) if fast_one else ()
 
 
-def made(method: str, precision: str, fast_one: bool) -> Simulation:
+def made(method: str, precision: str, fast_one: bool) -> Experiment:
     path(fast_one)
     settings = {"method.name": method, "run.device": DEVICE, "run.precision": precision}
     config = resolve("cifar10", {**SMALL, **GIVEN, **settings})
-    sim = prepare(config, federation=FEDERATION.get(config.data))
+    sim = build(config, federation=FEDERATION.get(config.data))
     FEDERATION[config.data] = sim.federation
     if not fast_one and isinstance(sim.public, Chunks):
         sim.public.stems = None
     return sim
 
 
-def apart(a: Simulation, b: Simulation) -> float:
+def apart(a: Experiment, b: Experiment) -> float:
     """The largest norm-relative difference of any tensor between the two."""
     states = [(a.now.broadcast, b.now.broadcast), (a.now.kept, b.now.kept)]
     pairs = [(x[n], y[n]) for s, t in states for x, y in ((s.params, t.params), (s.buffers, t.buffers)) for n in x]
     return max(float((x - y).norm() / x.norm().clamp_min(1e-12)) for x, y in pairs)
 
 
-def batches_of(sim: Simulation, steps: int, dtype: torch.dtype) -> ClientBatches:
-    clients = sim.cohort(0)
+def batches_of(sim: Experiment, steps: int, dtype: torch.dtype) -> ClientBatches:
+    clients = sim.sampled(0)
     return ClientBatches(sim.federation, clients, [steps] * len(clients), 32, 0, 0, dtype)
 
 
@@ -107,7 +107,7 @@ def compare() -> None:
             both = []
             for fast_one in (False, True):
                 both.append(made(method, "fp64", fast_one))
-                both[-1].step()
+                both[-1].round()
             print(f"{method:15} one round in float64: {apart(*both):.1e}", flush=True)
     before = losses(False)
     if DEVICE == "cuda":

@@ -122,7 +122,7 @@ class Bench:
             for _ in range(self.steps):
                 optimiser.zero_grad()
                 F.cross_entropy(self.net(self.images[k]), self.targets[k]).backward()
-                optimiser.step()
+                optimiser.round()
             _copy(done, k, held, into_model=False)
         return done
 

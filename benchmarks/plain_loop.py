@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import perada.data
-from perada.config import resolve
-from perada.experiment import Simulation, prepare
+from perada.config import build, resolve
+from perada.experiment import Experiment
 from perada.models.resnet import resnet
 
 BATCH = 64
@@ -79,7 +79,7 @@ def plain_steps(adapters: bool) -> dict[str, Callable[[], None]]:
             if pulled:
                 loss = loss + 0.5 * sum(((p - c) ** 2).sum() for p, c in zip(trained, centre, strict=True))
             loss.backward()
-            sgd.step()
+            sgd.round()
 
         made[kind] = step
     return made
@@ -122,11 +122,11 @@ def ceiling(repeats: int) -> float:
     return 2 * 8192**3 / spread(lambda: torch.mm(a, b), repeats)[0] / 1e9  # type: ignore[arg-type,return-value]
 
 
-def trained(method: str, precision: str) -> Simulation:
+def trained(method: str, precision: str) -> Experiment:
     """A simulation whose step of 16 lanes is recorded."""
     settings = {"method.name": method, "model.weights": "random", "distill.steps": 0, "run.device": "cuda"}
-    sim = prepare(resolve("cifar10", {**settings, "run.precision": precision, "train.epochs": 1}))
-    sim.step()
+    sim = build(resolve("cifar10", {**settings, "run.precision": precision, "train.epochs": 1}))
+    sim.round()
     return sim
 
 

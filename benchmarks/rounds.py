@@ -28,9 +28,9 @@ import torch
 import perada.client.trainer
 import perada.data
 import perada.server.distill
-from perada.config import parse_setting, resolve
+from perada.config import build, parse_setting, resolve
 from perada.data.federation import Source
-from perada.experiment import Simulation, prepare
+from perada.experiment import Experiment
 
 PARTS = {  # what is timed -> where it is called from
     "training": (perada.client.trainer, "sgd"),
@@ -105,7 +105,7 @@ def replayed() -> Iterator[Callable[[], float]]:
         torch.cuda.CUDAGraph.replay = real  # type: ignore[method-assign]
 
 
-def step_times(sim: Simulation, repeats: int = 5) -> dict[int, list[float]]:
+def step_times(sim: Experiment, repeats: int = 5) -> dict[int, list[float]]:
     """Milliseconds of one recorded step, by lanes; `repeats` means of 20 steps."""
     loop = next(iter(sim.model.__dict__["replays"].values()))
 
@@ -123,8 +123,8 @@ def step_times(sim: Simulation, repeats: int = 5) -> dict[int, list[float]]:
     return {w: sorted(timed(lambda w=w: some(w)) / 20 * 1e3 for _ in range(repeats)) for w in widths}
 
 
-def one_round(sim: Simulation, spent: dict[str, float], since: Callable[[], float] | None) -> dict[str, float]:
-    at, clients = sim.now.round, sim.cohort(sim.now.round)
+def one_round(sim: Experiment, spent: dict[str, float], since: Callable[[], float] | None) -> dict[str, float]:
+    at, clients = sim.now.round, sim.sampled(sim.now.round)
     spent.clear()
     whole = timed(sim.step)
     found = {"whole": whole, **spent, "rest": whole - sum(spent.values())}
@@ -140,7 +140,7 @@ def one_round(sim: Simulation, spent: dict[str, float], since: Callable[[], floa
 def measured(args: argparse.Namespace, public: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {"method.name": args.method, "model.weights": "random", "distill.data": str(public)}
     settings |= {"run.precision": args.precision, **dict(parse_setting(s) for s in args.set)}
-    sim, spent = prepare(resolve("cifar10", settings)), listen()
+    sim, spent = build(resolve("cifar10", settings)), listen()
     with replayed() if torch.cuda.is_available() else nullcontext() as since:
         rounds = [one_round(sim, spent, since) for _ in range(args.rounds)]
     evaluations = [timed(sim.evaluate) for _ in range(2)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from perada.sweep.standings import pipes as table
+from perada.report.standings import pipes as table
 
 from .results import Result
 from .trials import Experiment

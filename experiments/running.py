@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from perada.config import Config, resolve
+from perada.config.build import check
 from perada.data import VALIDATION, Federation
 from perada.errors import InputError, Interrupted, RunError, unknown
-from perada.experiment import Say, check
+from perada.experiment import Progress, Say
 from perada.lanes import Pool
 from perada.runs.folder import RunFolder, locked, write_atomic
-from perada.runs.loop import Progress
 from perada.runs.names import resumable
-from perada.runs.run import load, train
-from perada.sweep.plan import check_all, keep_backbone, once, shared_backbone, validated
+from perada.runs.run import load
+from perada.runs.train import train
+from perada.sweep.plan import check_all, keep_backbone, shared_backbone, validated
 from perada.sweep.workers import jobs_for, share_lanes, shares
 
 from . import results
@@ -186,7 +188,7 @@ def run_experiment(
         except OSError as error:
             raise InputError(f"cannot write to {folder}: {error.strerror}") from error
     with locked(home):
-        work = _Work(state, place, home, clock, once(say), on_round, on_run, together)
+        work = _Work(state, place, home, clock, cache(say), on_round, on_run, together)
         while (names := work.state.ready(only)) and not clock.stopped and not clock.over(clock.reserve):
             before = work.state.left
             work.group(names)
@@ -216,7 +218,7 @@ class _Work:
             methods = {c.method_name: c for c in reversed(configs.values())}  # missing data fail here
             self.federation = check_all(methods.values())
         for config in configs.values():
-            check(config, self.federation, config.make_method())
+            check(config, self.federation)
         device = self.federation.device
         many = min(self.together or (jobs_for(len(names), device) if shares(device) else 1), len(names))
         if many > 1:
@@ -308,7 +310,7 @@ class _Work:
         if not trial.tested:
             splits = ("val", "server") if len(self.federation.server_val) else ("val",)
             last = validated(self.home, path, config, self.federation, on_round, self.say, splits, pool)
-            return RunFolder(path).metrics(), last
+            return RunFolder(path).metrics(), last.as_dict()
         if (path / "summary.json").is_file():  # only its result is missing
             run = load(path)
             return run.metrics, run.summary

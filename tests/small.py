@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from perada.config import Config, resolve
+from perada.config import Config, build, resolve
 from perada.data import Client, Federation
-from perada.experiment import Simulation, prepare
+from perada.experiment import Experiment
 from perada.lanes import Group, LaneModel, State
 from perada.lanes.layers import LaneLinear
 
@@ -58,11 +58,11 @@ def plain(settings: dict[str, Any]) -> dict[str, Any]:
     return {**SMALL, **{k.replace("__", "."): v for k, v in settings.items()}}
 
 
-def after(rounds: int, **set: Any) -> Simulation:
+def after(rounds: int, **set: Any) -> Experiment:
     """The small run after so many rounds."""
-    sim = prepare(small(**set))
+    sim = build(small(**set))
     for _ in range(rounds):
-        sim.step()
+        sim.round()
     return sim
 
 
@@ -146,7 +146,7 @@ def pixel_federation(*clients: Sequence[tuple[int, int]]) -> Federation:
     )
 
 
-def everything(sim: Simulation) -> dict[str, Tensor]:
+def everything(sim: Experiment) -> dict[str, Tensor]:
     """All a simulation holds between two rounds, by name."""
     now = {"server": sim.now.server, "broadcast": sim.now.broadcast, "kept": sim.now.kept}
     return {f"{who}/{n}": t for who, s in now.items() for n, t in {**s.params, **s.buffers}.items()}

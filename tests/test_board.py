@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import train
+from small import SMALL
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import perada
+from perada.callbacks import TensorBoard
 from perada.cli import main as cli
 from perada.report import tensorboard as board
+from perada.runs.folder import RunFolder
 
 
 def shown(folder: Path) -> dict[str, dict[int, float]]:
@@ -49,6 +54,30 @@ def test_tensorboard_shows_what_was_measured_and_no_round_twice(run: Path, tmp_p
     assert "round" not in found
     read = EventAccumulator(str(tmp_path / "mine")).Reload().Scalars("train_loss")
     assert [e.wall_time for e in read] == pytest.approx([r["seconds"] for r in rows])
+
+
+def test_events_are_appended_while_a_run_goes_on(run: Path, tmp_path: Path) -> None:
+    first, second = RunFolder(run).evaluations()
+    board.write_events([("whole", [first, second])], tmp_path)
+    writer = board.EventWriter(tmp_path / "live")
+    assert shown(tmp_path / "live") == {}
+    writer.add(first)
+    assert shown(tmp_path / "live")["seconds"] == {1: pytest.approx(first.seconds, rel=1e-6)}
+    writer.add(second)
+    assert writer.path.read_bytes() == (tmp_path / "whole" / board.NAME).read_bytes()
+    writer = board.EventWriter(tmp_path / "live", after=1)  # resumed: round 2 is measured again
+    writer.add(replace(second, seconds=99.0))
+    found = shown(tmp_path / "live")
+    assert (list(found["seconds"]), found["seconds"][2]) == ([1, 2], 99.0)
+    board.EventWriter(tmp_path / "live").add(second)  # a new run in its place
+    assert list(shown(tmp_path / "live")["seconds"]) == [2]
+
+
+def test_a_callback_writes_what_a_report_writes(tmp_path: Path) -> None:
+    settings = {**SMALL, "train.rounds": 2}
+    done = perada.train("digits", set=settings, out=tmp_path / "run", callbacks=[TensorBoard(tmp_path / "tb")])
+    board.write_events([("report", done.folder.evaluations())], tmp_path)
+    assert (tmp_path / "tb" / board.NAME).read_bytes() == (tmp_path / "report" / board.NAME).read_bytes()
 
 
 @pytest.mark.parametrize("why", ["no package", "a file in the way", "twice"])

@@ -26,7 +26,7 @@ from perada.cli import main as cli
 from perada.cli.watch import Watch
 from perada.config import resolve
 from perada.errors import InputError, Interrupted
-from perada.experiment import Simulation
+from perada.experiment import Experiment
 from perada.runs.folder import write_atomic
 from perada.sweep.compare import compare
 
@@ -329,8 +329,8 @@ def test_killed_as_a_run_began_or_ended_it_goes_on(lost: set[str], copy: Path, w
         (shutil.rmtree if part == "checkpoints" else os.unlink)(copy / NAMES[1] / part)
     if lost == PARTS:
         (copy / NAMES[1] / ".config.toml.123.part").write_text("[data]")
-    seen, steps, real = trained(monkeypatch), [], Simulation.step
-    monkeypatch.setattr(Simulation, "step", lambda self: steps.append(1) or real(self))
+    seen, steps, real = trained(monkeypatch), [], Experiment.step
+    monkeypatch.setattr(Experiment, "step", lambda self: steps.append(1) or real(self))
     assert cli.main(["compare", "--out", str(copy), "--resume"]) == 0
     assert (seen, len(steps)) == ([NAMES[1]], 2 if lost == PARTS else 0)
     assert_same_comparison(copy, whole)

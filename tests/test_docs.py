@@ -68,23 +68,23 @@ def test_the_example_method_is_what_it_says(package: Path) -> None:
 import json, torch
 from perada.config import resolve
 from perada.lanes import gather, mean
-from perada.experiment import prepare
+from perada.config import build
 
 settings = {{**{SMALL!r}, "run.precision": "fp64"}}
-sims = [prepare(resolve("digits", {{**settings, **more}})) for more in (
+sims = [build(resolve("digits", {{**settings, **more}})) for more in (
     {{"method.name": "fedavg"}}, {{"method.name": "fedavgm", "method.beta": 0.0}},
     {{"method.name": "fedavgm", "method.beta": 0.7}})]
 for _ in range(3):
-    sims[0].step(), sims[1].step()
+    sims[0].round(), sims[1].round()
 name = "layer2.0.conv1.weight"
 zero = float((sims[0].now.broadcast.params[name] - sims[1].now.broadcast.params[name]).norm())
 sim, speed = sims[2], 0.0
 for _ in range(3):
     w = sim.now.broadcast
-    upload, _ = sim.method.client_update(sim.trainer(sim.cohort(sim.now.round)), w, sim.now.kept)
+    upload, _ = sim.method.client_update(sim.trainer(sim.sampled(sim.now.round)), w, sim.now.kept)
     speed = 0.7 * speed + w.params[name] - mean(upload).params[name]
     wanted = w.params[name] - speed
-    sim.step()
+    sim.round()
 print(json.dumps([zero, float((sim.now.broadcast.params[name] - wanted).norm()), float(wanted.norm())]))
 """
     env = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}

@@ -14,27 +14,28 @@ from torch import Tensor
 
 import perada.client.scores
 from perada.client.scores import Scores, logits_of, logits_on, own_logits, personal_scores, score
+from perada.config import build
 from perada.data import Client, Federation
 from perada.data.corruptions import corrupt
-from perada.experiment import Simulation, prepare
+from perada.experiment import Experiment
 from perada.lanes import State
 
 
 @pytest.fixture(scope="module")
-def sim() -> Simulation:
-    made = prepare(small(method__name="perada-no-kd", run__precision="fp64"))
+def sim() -> Experiment:
+    made = build(small(method__name="perada-no-kd", run__precision="fp64"))
     made.now = dataclasses.replace(made.now, kept=noisy(made.now.kept, 0.05))
     return made
 
 
-def plain(sim: Simulation, k: int, images: Tensor) -> Tensor:
+def plain(sim: Experiment, k: int, images: Tensor) -> Tensor:
     """One client's model as an ordinary module, on images normalised by hand."""
     net = sim.model.plain(sim.now.kept.map(lambda t: t[k : k + 1]))
     with torch.no_grad():
         return net(((images.double() / 255 - 0.3) / 0.35).repeat(1, 3, 1, 1))
 
 
-def test_lanes_predict_what_their_plain_modules_predict(sim: Simulation) -> None:
+def test_lanes_predict_what_their_plain_modules_predict(sim: Experiment) -> None:
     images = sim.federation.images[:37]
     found = logits_of(sim.model, sim.now.kept, sim.federation, images)
     assert found.shape == (4, 37, 10)
@@ -42,7 +43,7 @@ def test_lanes_predict_what_their_plain_modules_predict(sim: Simulation) -> None
         assert_close_norm(found[k], plain(sim, k, images), 1e-9)
 
 
-def test_the_size_of_a_chunk_does_not_matter(sim: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_chunk_does_not_matter(sim: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eval mode: no image may see its neighbours."""
     index = np.arange(50, 87)
     whole = logits_on(sim.model, sim.now.kept, sim.federation, index)
@@ -62,7 +63,7 @@ def test_the_size_of_a_chunk_does_not_matter(sim: Simulation, monkeypatch: pytes
     ],
 )
 def test_a_pass_that_is_filled_up_predicts_the_same(
-    sim: Simulation, whole: int, most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+    sim: Experiment, whole: int, most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU; of what it was filled up with nothing is seen."""
     index, real, seen = np.arange(50, 87), sim.model.on_all, list[int]()
@@ -74,7 +75,7 @@ def test_a_pass_that_is_filled_up_predicts_the_same(
     assert seen == sizes
 
 
-def test_own_logits_are_each_lanes_on_its_own_images(sim: Simulation) -> None:
+def test_own_logits_are_each_lanes_on_its_own_images(sim: Experiment) -> None:
     """Ragged and empty lists included."""
     indices = [np.arange(5), np.arange(100, 111), np.zeros(0, np.int64), np.array([1796])]
     found = own_logits(sim.model, sim.now.kept, sim.federation, indices)
@@ -83,14 +84,14 @@ def test_own_logits_are_each_lanes_on_its_own_images(sim: Simulation) -> None:
         assert_close_norm(found[k], plain(sim, k, sim.federation.images[indices[k]]), 1e-9)
 
 
-def test_one_lane_serves_every_client(sim: Simulation) -> None:
+def test_one_lane_serves_every_client(sim: Experiment) -> None:
     indices = [np.arange(5), np.arange(7, 9)]
     found = own_logits(sim.model, sim.now.kept.map(lambda t: t[:1]), sim.federation, indices)
     assert_close_norm(found[1], plain(sim, 0, sim.federation.images[7:9]), 1e-9)
 
 
 @pytest.mark.parametrize("lanes", [1, 4])
-def test_clients_without_images_have_no_logits(sim: Simulation, lanes: int) -> None:
+def test_clients_without_images_have_no_logits(sim: Experiment, lanes: int) -> None:
     """One client without validation data, and nobody with any."""
     state = sim.now.kept.map(lambda t: t[:lanes])
     none = np.zeros(0, np.int64)
@@ -121,7 +122,7 @@ def test_scores_pass_over_clients_that_have_none() -> None:
     assert Scores({"a": None}).as_dict() == {"mean": None, "std": None, "per_client": {"a": None}}
 
 
-def test_personal_scores_by_plain_modules(sim: Simulation) -> None:
+def test_personal_scores_by_plain_modules(sim: Experiment) -> None:
     f = sim.federation
     found = personal_scores(sim.model, sim.now.kept, f)
     pool = np.concatenate([c.test for c in f.clients])
@@ -133,7 +134,7 @@ def test_personal_scores_by_plain_modules(sim: Simulation) -> None:
 
 
 @pytest.mark.parametrize("splits", [["local"], ["val"], ["global"], ["local", "global"]])
-def test_any_choice_of_splits_gives_the_same_scores(sim: Simulation, splits: list[str]) -> None:
+def test_any_choice_of_splits_gives_the_same_scores(sim: Experiment, splits: list[str]) -> None:
     every = personal_scores(sim.model, sim.now.kept, sim.federation)
     found = personal_scores(sim.model, sim.now.kept, sim.federation, splits)
     names = {"local": "local_test", "val": "local_val", "global": "global_test"}
@@ -151,7 +152,7 @@ def test_a_shared_model_is_scored_on_each_clients_data() -> None:
     assert found["global_test"].per_client == {"client-00": 62.5, "client-01": 62.5}
 
 
-def test_a_client_without_data_is_scored_none(sim: Simulation) -> None:
+def test_a_client_without_data_is_scored_none(sim: Experiment) -> None:
     clients = list(sim.federation.clients)
     none = np.zeros(0, np.int64)
     clients[1] = dataclasses.replace(clients[1], val=none, test=none)
@@ -176,31 +177,31 @@ def test_multilabel_federations_are_scored_by_auc() -> None:
     assert f.label_counts().tolist() == [[int(bright.sum()), int((~bright).sum())]]
 
 
-def test_evaluation_is_in_eval_mode_and_leaves_statistics_alone(sim: Simulation) -> None:
+def test_evaluation_is_in_eval_mode_and_leaves_statistics_alone(sim: Experiment) -> None:
     before = {n: b.clone() for n, b in sim.now.kept.buffers.items()}
     a, b = (personal_scores(sim.model, sim.now.kept, sim.federation) for _ in range(2))
     assert a == b
     assert all(torch.equal(before[n], sim.now.kept.buffers[n]) for n in before)
 
 
-def test_the_global_model_is_scored_only_where_there_is_one(sim: Simulation) -> None:
+def test_the_global_model_is_scored_only_where_there_is_one(sim: Experiment) -> None:
     row = sim.evaluate()
     logits = plain_broadcast(sim)
     pool = sim.federation.test
     right = logits.argmax(-1) == sim.federation.targets[pool]
     assert row["global_model"]["global_test"] == pytest.approx(100 * float(right.double().mean()))
-    alone = prepare(small(method__name="standalone"))
+    alone = build(small(method__name="standalone"))
     assert alone.evaluate()["global_model"] is None
 
 
-def plain_broadcast(sim: Simulation) -> Tensor:
+def plain_broadcast(sim: Experiment) -> Tensor:
     w: State = sim.now.broadcast
     net = sim.model.plain(w)
     with torch.no_grad():
         return net(((sim.federation.images[sim.federation.test].double() / 255 - 0.3) / 0.35).repeat(1, 3, 1, 1))
 
 
-def test_shifted_scores_are_those_of_plain_modules_on_shifted_images(sim: Simulation) -> None:
+def test_shifted_scores_are_those_of_plain_modules_on_shifted_images(sim: Experiment) -> None:
     run = perada.Run.__new__(perada.Run)
     run.__dict__.update(simulation=sim, federation=sim.federation, config=sim.config)
     pool = sim.federation.test
@@ -211,7 +212,7 @@ def test_shifted_scores_are_those_of_plain_modules_on_shifted_images(sim: Simula
         assert found.per_client[c.name] == pytest.approx(100 * float(right.double().mean()))
 
 
-def test_all_severities_are_their_mean(sim: Simulation) -> None:
+def test_all_severities_are_their_mean(sim: Experiment) -> None:
     run = perada.Run.__new__(perada.Run)
     run.__dict__.update(simulation=sim, federation=sim.federation, config=sim.config)
     each = run.evaluate([f"contrast:{s}" for s in range(1, 6)])

@@ -13,8 +13,9 @@ from helpers import assert_close_norm, assert_same_tensors
 from small import ONE, adam_by_hand, double, lanes_of, pixel_model, small, weights_of
 from torch import Tensor
 
+from perada.config import build
 from perada.data.federation import Federation
-from perada.experiment import Simulation, prepare
+from perada.experiment import Experiment
 from perada.lanes import State, gather, stack
 from perada.server.distill import Distill, Server
 
@@ -131,21 +132,21 @@ def test_no_steps_is_no_distillation() -> None:
 # The guards of a real round.
 
 
-def judged(sim: Simulation, candidates: State) -> Tensor:
-    return sim._server(sim.trainer(sim.cohort(0))).score(candidates)
+def judged(sim: Experiment, candidates: State) -> Tensor:
+    return sim._server(sim.trainer(sim.sampled(0))).score(candidates)
 
 
 @pytest.fixture(scope="module")
-def sims() -> dict[str, Simulation]:
-    return {g: prepare(small(distill__guard=g, run__precision="fp64")) for g in ("server", "clients")}
+def sims() -> dict[str, Experiment]:
+    return {g: build(small(distill__guard=g, run__precision="fp64")) for g in ("server", "clients")}
 
 
-def candidate_states(sim: Simulation) -> State:
+def candidate_states(sim: Experiment) -> State:
     one = sim.now.broadcast
     return stack(one, State({n: p * 1.01 for n, p in one.params.items()}, one.buffers))
 
 
-def by_plain_module(sim: Simulation, candidates: State, index: np.ndarray) -> list[float]:
+def by_plain_module(sim: Experiment, candidates: State, index: np.ndarray) -> list[float]:
     """Mean cross-entropy of each candidate, one plain module after another."""
     f: Federation = sim.federation
     images = ((f.images[index].double() / 255 - 0.3) / 0.35).repeat(1, 3, 1, 1)
@@ -156,17 +157,17 @@ def by_plain_module(sim: Simulation, candidates: State, index: np.ndarray) -> li
     return out
 
 
-def test_clients_judge_with_their_own_validation_data(sims: dict[str, Simulation]) -> None:
+def test_clients_judge_with_their_own_validation_data(sims: dict[str, Experiment]) -> None:
     sim = sims["clients"]
     candidates = candidate_states(sim)
     found = judged(sim, candidates)
     assert found.shape == (2, 2)
-    for j, m in enumerate(sim.cohort(0)):
+    for j, m in enumerate(sim.sampled(0)):
         wanted = by_plain_module(sim, candidates, sim.federation.clients[m].val)
         assert_close_norm(found[:, j], torch.tensor(wanted, dtype=torch.float64), 1e-9)
 
 
-def test_the_server_judges_with_its_own_validation_data(sims: dict[str, Simulation]) -> None:
+def test_the_server_judges_with_its_own_validation_data(sims: dict[str, Experiment]) -> None:
     sim = sims["server"]
     candidates = candidate_states(sim)
     found = judged(sim, candidates)
@@ -175,7 +176,7 @@ def test_the_server_judges_with_its_own_validation_data(sims: dict[str, Simulati
     assert_close_norm(found[:, 0], torch.tensor(wanted, dtype=torch.float64), 1e-9)
 
 
-def test_the_servers_validation_data_are_nobodys(sims: dict[str, Simulation]) -> None:
+def test_the_servers_validation_data_are_nobodys(sims: dict[str, Experiment]) -> None:
     f = sims["server"].federation
     held = set(f.server_val.tolist())
     assert held
@@ -185,8 +186,8 @@ def test_the_servers_validation_data_are_nobodys(sims: dict[str, Simulation]) ->
 
 @pytest.mark.parametrize("guard", ["server", "clients", "none"])
 def test_a_round_logs_what_its_guard_chose(guard: str) -> None:
-    sim = prepare(small(distill__guard=guard))
-    sim.step()
+    sim = build(small(distill__guard=guard))
+    sim.round()
     log = sim.now.last["distill"]
     assert sim.now.counters["distilled"] == 1
     assert math.isfinite(log["kl_first"])
@@ -201,15 +202,15 @@ def test_a_round_logs_what_its_guard_chose(guard: str) -> None:
 
 
 def test_a_refused_distillation_broadcasts_the_plain_average_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    without = prepare(small(method__name="perada-no-kd"))
-    without.step()
-    sim = prepare(small())
+    without = build(small(method__name="perada-no-kd"))
+    without.round()
+    sim = build(small())
     monkeypatch.setattr(
         type(sim.method),
         "client_score",
         lambda self, trainer, c: torch.arange(c.lanes, dtype=torch.float64).unsqueeze(1),
     )
-    sim.step()
+    sim.round()
     assert sim.now.last["distill"]["guard_chose"] == 0
     assert_same_tensors(sim.now.broadcast.params, without.now.broadcast.params)
     assert_same_tensors(sim.now.broadcast.buffers, without.now.broadcast.buffers)

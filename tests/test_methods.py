@@ -13,10 +13,9 @@ from small import small
 from perada import load, train
 from perada.cli import main as cli
 from perada.client.trainer import Trainer
-from perada.config import resolve
+from perada.config import build, resolve
 from perada.data.batches import steps_of
 from perada.errors import InputError
-from perada.experiment import prepare
 from perada.lanes import Gradient, State, gather
 from perada.methods import REGISTRY, Parts, check_upload, method_sizes
 from perada.methods.perada import PerAda
@@ -26,7 +25,7 @@ from perada.models import group_sizes
 @pytest.mark.parametrize("name", REGISTRY)
 def test_what_is_uploaded_is_what_is_declared(name: str) -> None:
     """Parameters and buffers counted on the upload itself, against the numbers `perada methods` prints."""
-    sim = prepare(small(method__name=name))
+    sim = build(small(method__name=name))
     upload, _ = sim.method.client_update(sim.trainer([0, 1]), sim.now.broadcast, gather(sim.now.kept, [0, 1]))
     shared = sim.method.parts.shared(sim.model.groups)
     assert upload.params.keys() == shared.params
@@ -57,11 +56,11 @@ class Leaky(PerAda):
 
 
 def test_an_upload_of_what_is_withheld_stops_the_round() -> None:
-    sim = prepare(small())
+    sim = build(small())
     sim.method = Leaky()
     before = sim.now
     with pytest.raises(ValueError, match=r"Leaky uploads what it does not declare shared: fc\.bias, fc\.weight"):
-        sim.step()
+        sim.round()
     assert sim.now is before
     head = sim.model.group("output")
     kept_back = sim.now.broadcast.only(sim.now.broadcast.params.keys() - head.params, sim.now.broadcast.buffers)
@@ -76,7 +75,7 @@ def test_a_withheld_group_is_not_counted_as_sent() -> None:
 
 def test_a_client_on_its_own_machine_does_what_it_does_in_the_simulation() -> None:
     """There it is client number 0 of a federation of one: only its name says who it is."""
-    sim = prepare(small(method__name="perada-no-kd", run__precision="fp64"))
+    sim = build(small(method__name="perada-no-kd", run__precision="fp64"))
     m = 2
     upload, kept = sim.method.client_update(sim.trainer([1, m]), sim.now.broadcast, gather(sim.now.kept, [1, m]))
     alone = dataclasses.replace(sim.federation, clients=(sim.federation.clients[m],))
@@ -90,7 +89,7 @@ def test_a_client_on_its_own_machine_does_what_it_does_in_the_simulation() -> No
 @pytest.mark.parametrize("lanes", [0, 1])
 def test_a_method_may_write_its_own_step(lanes: int) -> None:
     """Plain SGD written as an update, beside the trainer's own; a second state is carried along."""
-    sim = prepare(small(run__precision="fp64", run__lanes=lanes))
+    sim = build(small(run__precision="fp64", run__lanes=lanes))
     trainer = sim.trainer([0, 3])
     start, rate = sim.model.initial(2), trainer.options.lr
 
@@ -119,12 +118,12 @@ def test_a_setting_the_method_does_not_have_is_refused_but_a_presets_own_is_not(
 
 def test_the_clients_own_images_are_no_public_data() -> None:
     with pytest.raises(InputError, match="clients' own images"):
-        prepare(small(distill__data="digits"))
+        build(small(distill__data="digits"))
 
 
 def test_a_guard_without_a_judge_is_refused() -> None:
     with pytest.raises(InputError, match=r"data\.val"):
-        prepare(small(data__val=0.0))
+        build(small(data__val=0.0))
 
 
 def test_pretraining_is_saved_counted_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

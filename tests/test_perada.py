@@ -14,8 +14,8 @@ from helpers import assert_same_tensors
 from small import everything, lanes_of, pixel_federation, pixel_model, pixels, small, weights_of
 
 from perada.client.trainer import Train, Trainer
-from perada.config import Config
-from perada.experiment import Simulation, prepare
+from perada.config import Config, build
+from perada.experiment import Experiment
 from perada.lanes import State, gather, mean
 from perada.methods.perada import PerAda
 
@@ -98,9 +98,9 @@ def config(method: str = "perada-no-kd", **set: Any) -> Config:
     return small(**settings)
 
 
-def simulation(config: Config) -> Simulation:
+def simulation(config: Config) -> Experiment:
     chunk = FEDERATION.prepare(pixels(255, 102), torch.float64)
-    return Simulation(config, FEDERATION, pixel_model(*START, power=2), config.make_method(), [chunk])
+    return Experiment(config, FEDERATION, pixel_model(*START, power=2), config.make_method(), [chunk])
 
 
 def close(found: list[list[float]], wanted: list[list[float]], tolerance: float = 1e-12) -> bool:
@@ -119,7 +119,7 @@ def test_the_first_step_of_one_client_with_pen_and_paper() -> None:
 
 def test_one_round_is_algorithm_1_by_hand() -> None:
     sim = simulation(config())
-    sim.step()
+    sim.round()
     assert close(weights_of(sim.now.kept), [[0.730733471918, 0.464437840095], [0.389204704310, 0.933212007555]])
     # mean of θ_A = (0.738311469488, 0.453070843740) and θ_B = (0.384750701533, 0.939893011720)
     assert close(weights_of(sim.now.server), [[0.561531085511, 0.696481927730]])
@@ -129,8 +129,8 @@ def test_one_round_is_algorithm_1_by_hand() -> None:
 def test_two_rounds_are_algorithm_1_by_hand() -> None:
     """In the second round v starts where it was left, away from w: the pull acts from the first step on."""
     sim = simulation(config())
-    sim.step()
-    sim.step()
+    sim.round()
+    sim.round()
     assert close(weights_of(sim.now.kept), [[0.812550888294, 0.427718624037], [0.377275108901, 0.980622339953]])
     assert close(weights_of(sim.now.server), [[0.582469482178, 0.701316810587]])
 
@@ -139,9 +139,9 @@ def test_a_distilled_round_and_the_next_one_by_hand() -> None:
     """The student leaves the mean (0.5615, 0.6965) for the softmax of the teachers' mean logits; the next
     round's v is pulled towards the distilled w and its θ starts there."""
     sim = simulation(config("perada"))
-    sim.step()
+    sim.round()
     assert close(weights_of(sim.now.broadcast), [[0.491815718122, 0.764160454576]])
-    sim.step()
+    sim.round()
     assert close(weights_of(sim.now.kept), [[0.806980645050, 0.433320255008], [0.371040083576, 0.986203493099]])
     assert close(weights_of(sim.now.broadcast), [[0.489799182831, 0.766643579424]])
 
@@ -152,7 +152,7 @@ def test_rounds_equal_a_plain_loop(rounds: int, kd: int) -> None:
     wanted = by_hand(rounds, kd=kd)
     sim = simulation(config("perada" if kd else "perada-no-kd"))
     for _ in range(rounds):
-        sim.step()
+        sim.round()
     assert close(weights_of(sim.now.kept), wanted["v"])
     assert close(weights_of(sim.now.server), [wanted["w"]])
 
@@ -160,8 +160,8 @@ def test_rounds_equal_a_plain_loop(rounds: int, kd: int) -> None:
 def test_personal_steps_and_rate_may_differ_from_the_local_ones() -> None:
     wanted = by_hand(2, personal_steps=3, eta_p=0.1)
     sim = simulation(config(method__personal_epochs=3, method__personal_lr=0.1))
-    sim.step()
-    sim.step()
+    sim.round()
+    sim.round()
     assert close(weights_of(sim.now.kept), wanted["v"])
     assert close(weights_of(sim.now.server), [wanted["w"]])
 
@@ -191,9 +191,9 @@ def test_the_server_takes_the_plain_mean_unless_asked_to_weigh() -> None:
     found = {}
     for weighting in ("uniform", "samples"):
         made = config(train__weighting=weighting, train__epochs=1)
-        sim = Simulation(made, unequal, pixel_model(*START, power=2), made.make_method(), [])
+        sim = Experiment(made, unequal, pixel_model(*START, power=2), made.make_method(), [])
         upload, _ = made.make_method().client_update(sim.trainer([0, 1]), sim.now.broadcast, sim.now.kept)
-        sim.step()
+        sim.round()
         found[weighting] = weights_of(sim.now.server)
         a, b = weights_of(upload)
         share = 0.5 if weighting == "uniform" else 2 / 8
@@ -205,19 +205,19 @@ def test_the_server_takes_the_plain_mean_unless_asked_to_weigh() -> None:
 
 
 @pytest.fixture(scope="module")
-def after_a_round() -> Simulation:
+def after_a_round() -> Experiment:
     """A moment in which v, θ and w all differ."""
-    sim = prepare(small(method__name="perada-no-kd", train__cohort=4))
-    sim.step()
+    sim = build(small(method__name="perada-no-kd", train__cohort=4))
+    sim.round()
     return sim
 
 
-def update(sim: Simulation, lam: float = 1.0, kept: State | None = None) -> tuple[State, State]:
+def update(sim: Experiment, lam: float = 1.0, kept: State | None = None) -> tuple[State, State]:
     method = PerAda(lam=lam)
     return method.client_update(sim.trainer(range(4)), sim.now.broadcast, sim.now.kept if kept is None else kept)
 
 
-def test_an_upload_is_the_shared_group_and_nothing_else(after_a_round: Simulation) -> None:
+def test_an_upload_is_the_shared_group_and_nothing_else(after_a_round: Experiment) -> None:
     upload, kept = update(after_a_round)
     group = after_a_round.model.group(PerAda().parts.shares or "")
     assert upload.params.keys() == group.params
@@ -227,7 +227,7 @@ def test_an_upload_is_the_shared_group_and_nothing_else(after_a_round: Simulatio
     assert sum(sizes.values()) == upload.parameters_per_lane() == 12330
 
 
-def test_personal_adapters_are_never_in_an_upload(after_a_round: Simulation) -> None:
+def test_personal_adapters_are_never_in_an_upload(after_a_round: Experiment) -> None:
     """By value: no tensor that training moves equals a personal one, of this client or of another."""
     upload, kept = update(after_a_round)
     inert = after_a_round.model.inert
@@ -239,14 +239,14 @@ def test_personal_adapters_are_never_in_an_upload(after_a_round: Simulation) -> 
         assert not shared, f"{name}: upload {shared[0][0]} is personal adapter {shared[0][1]}"
 
 
-def test_lambda_changes_the_personal_adapters_and_no_bit_of_the_upload(after_a_round: Simulation) -> None:
+def test_lambda_changes_the_personal_adapters_and_no_bit_of_the_upload(after_a_round: Experiment) -> None:
     (theta_a, v_a), (theta_b, v_b) = update(after_a_round, 0.1), update(after_a_round, 10.0)
     assert_same_tensors(theta_a.params, theta_b.params)
     assert_same_tensors(theta_a.buffers, theta_b.buffers)
     assert not torch.equal(v_a.params["fc.weight"], v_b.params["fc.weight"])
 
 
-def test_an_upload_does_not_depend_on_the_personal_adapters(after_a_round: Simulation) -> None:
+def test_an_upload_does_not_depend_on_the_personal_adapters(after_a_round: Experiment) -> None:
     """Whatever a client keeps, the server receives the same bits: nothing personal can leak through θ."""
     other = after_a_round.now.kept.map(lambda t: t * 1.5 + 0.1)
     (theta, v), (theta_other, v_other) = update(after_a_round), update(after_a_round, kept=other)
@@ -255,7 +255,7 @@ def test_an_upload_does_not_depend_on_the_personal_adapters(after_a_round: Simul
     assert not torch.equal(v.params["fc.weight"], v_other.params["fc.weight"])
 
 
-def test_a_serialised_upload_holds_no_personal_adapter(after_a_round: Simulation) -> None:
+def test_a_serialised_upload_holds_no_personal_adapter(after_a_round: Experiment) -> None:
     """θ and v are trained in one tensor; a view of it carries the whole of it through torch.save and pickle."""
     upload, kept = update(after_a_round)
     sent = io.BytesIO()
@@ -267,43 +267,43 @@ def test_a_serialised_upload_holds_no_personal_adapter(after_a_round: Simulation
 
 def test_a_round_leaves_the_moment_before_it_untouched() -> None:
     """A round is all or nothing: an interruption in the middle of one must find the last one whole."""
-    sim = prepare(small(method__name="perada-no-kd"))
+    sim = build(small(method__name="perada-no-kd"))
     before = everything(sim)
     held = {n: t.clone() for n, t in before.items()}
-    sim.step()
+    sim.round()
     assert_same_tensors(held, before)
 
 
 def test_clients_that_were_not_sampled_keep_their_adapter() -> None:
-    sim = prepare(small(method__name="perada-no-kd"))
+    sim = build(small(method__name="perada-no-kd"))
     before = sim.now.kept
-    sim.step()
-    away = [m for m in range(4) if m not in sim.cohort(0)]
+    sim.round()
+    away = [m for m in range(4) if m not in sim.sampled(0)]
     assert len(away) == 2
     assert_same_tensors(gather(before, away).params, gather(sim.now.kept, away).params)
     for name in ("fc.weight", "bn1.running_mean"):
         tensors = {**sim.now.kept.params, **sim.now.kept.buffers}
-        assert not torch.equal(tensors[name][sim.cohort(0)[0]], tensors[name][away[0]])
+        assert not torch.equal(tensors[name][sim.sampled(0)[0]], tensors[name][away[0]])
 
 
 def test_the_whole_model_predicts_with_the_personal_adapter() -> None:
-    sim = prepare(small(method__name="perada-no-kd"))
-    sim.step()
+    sim = build(small(method__name="perada-no-kd"))
+    sim.round()
     assert_same_tensors(sim.personal().params, sim.now.kept.params)
 
 
 # Small clients.
 
 
-def with_few_samples(config: Config, sizes: list[int], val: bool) -> Simulation:
+def with_few_samples(config: Config, sizes: list[int], val: bool) -> Experiment:
     """The digits run with its first clients cut down to these numbers of training samples."""
-    sim = prepare(config)
+    sim = build(config)
     clients = list(sim.federation.clients)
     for m, size in enumerate(sizes):
         held = clients[m].val if val else np.zeros(0, np.int64)
         clients[m] = dataclasses.replace(clients[m], train=clients[m].train[:size], val=held)
     federation = dataclasses.replace(sim.federation, clients=tuple(clients))
-    return Simulation(config, federation, sim.model, sim.method, sim.public)
+    return Experiment(config, federation, sim.model, sim.method, sim.public)
 
 
 @pytest.mark.parametrize("method", ["perada", "fedavg", "standalone"])
@@ -312,7 +312,7 @@ def test_clients_with_one_sample_or_less_than_a_batch_train(method: str, batch: 
     """A batch is always full: one image eight times over has no variance, which must not become NaN."""
     sim = with_few_samples(small(method__name=method, train__cohort=4, train__batch=batch), [1, 1, 3, 7], val=True)
     for _ in range(2):
-        sim.step()
+        sim.round()
     assert "failed" not in sim.now.last
     assert [n for n, t in everything(sim).items() if not t.isfinite().all()] == []
     assert math.isfinite(sim.now.last["train_loss"])
@@ -322,14 +322,14 @@ def test_clients_with_one_sample_or_less_than_a_batch_train(method: str, batch: 
 
 def test_a_client_of_one_sample_alone_in_its_cohort_trains() -> None:
     sim = with_few_samples(small(train__cohort=1), [1, 1, 1, 1], val=True)
-    sim.step()
+    sim.round()
     assert "failed" not in sim.now.last
     assert [n for n, t in everything(sim).items() if not t.isfinite().all()] == []
 
 
-def test_one_client_on_its_own_machine_does_what_it_does_in_a_cohort(after_a_round: Simulation) -> None:
+def test_one_client_on_its_own_machine_does_what_it_does_in_a_cohort(after_a_round: Experiment) -> None:
     """Deployment is a cohort of one: the same code and, in float64, the same numbers."""
-    sim = prepare(small(method__name="perada-no-kd", run__precision="fp64"))
+    sim = build(small(method__name="perada-no-kd", run__precision="fp64"))
     method = PerAda()
     upload, kept = method.client_update(sim.trainer(range(4)), sim.now.broadcast, sim.now.kept)
     for m in range(4):
@@ -340,7 +340,7 @@ def test_one_client_on_its_own_machine_does_what_it_does_in_a_cohort(after_a_rou
                 assert float((a.params[name][m] - b.params[name][0]).norm()) <= 1e-9 * size, name
 
 
-def test_the_mean_of_one_upload_is_that_upload(after_a_round: Simulation) -> None:
+def test_the_mean_of_one_upload_is_that_upload(after_a_round: Experiment) -> None:
     upload, _ = update(after_a_round)
     one = gather(upload, [2])
     assert_same_tensors(mean(one).params, one.params)

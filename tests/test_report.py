@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from perada.client.scores import Scores
 from perada.config import resolve
 from perada.data.federation import Client, Federation
 from perada.errors import InputError
 from perada.report import write_report
 from perada.report.facts import gather_facts
-from perada.report.page import _marks
+from perada.report.page import _places
 from perada.report.svg import human_bytes, length, shorten, ticks
+from perada.runs.rows import Evaluation
 
 HOSTILE = "<script>alert('x')</script>\"&"
 VOID = {"meta", "br"}
@@ -65,13 +69,8 @@ def federation(clients: int = 3, classes: tuple[str, ...] = ("0", "1"), multilab
     return Federation("tiny", images, targets.float() if multilabel else targets, classes, held, (0.5,), (0.5,))
 
 
-def scores(clients: tuple[str, ...], base: float) -> dict[str, Any]:
-    values = [base + 1.37 * i for i in range(len(clients))]
-    mean, std = float(np.mean(values)), float(np.std(values))
-    return {"mean": mean, "std": std, "per_client": dict(zip(clients, values, strict=True))}
-
-
-NOTHING: dict[str, Any] = {"mean": None, "std": None}
+def scores(clients: Iterable[str], base: float) -> Scores:
+    return Scores({client: base + 1.37 * i for i, client in enumerate(clients)})
 
 
 class FakeRun:
@@ -80,39 +79,47 @@ class FakeRun:
     def __init__(self, federation: Federation, method: str = "perada", base: float = 50.0, rounds: int = 4) -> None:
         self.config = resolve("digits", {"train.rounds": rounds, "train.cohort": 2, "method.name": method})
         self.federation, self.path = federation, Path(f"runs/tiny-{method}")
-        names = tuple(c.name for c in federation.clients)
-        self.metrics: list[dict[str, Any]] = [
-            {
-                "round": t,
-                **{s: scores(names, base + t) for s in ("local_test", "local_val")},
-                "global_test": scores(names, base + t - 20),
-                "global_model": {"global_test": base + t + 0.123},
-                "bytes_up": 1000 * t,
-                "bytes_down": 3000 * t,
-                "distilled": t,
-                "accepted": t - 1,
-                "seconds": 2.5 * t,
-            }
+        names = [c.name for c in federation.clients]
+        self.rows = [
+            Evaluation(
+                t,
+                {
+                    **{s: scores(names, base + t) for s in ("local_test", "local_val")},
+                    "global_test": scores(names, base + t - 20),
+                },
+                base + t + 0.123,
+                has_global_model=True,
+                bytes_up=1000 * t,
+                bytes_down=3000 * t,
+                distilled=t,
+                accepted=t - 1,
+                seconds=2.5 * t,
+            )
             for t in range(1, rounds + 1)
         ]
-        self.summary_json: dict[str, Any] | None = {
+        self.about: dict[str, Any] = {
             "name": self.path.name,
             "data": "tiny",
             "method": method,
             "metric": "auc" if federation.multilabel else "accuracy",
-            **self.metrics[-1],
             "parameters": {"trained": 24660, "communicated": 12330, "communicated_buffers": 1120},
             "versions": {"perada": "9.8.7", "torch": "2.6.0"},
             "device": "cpu",
             "threads": 1,
-            "shifted": scores(names, base - 30),
         }
+        self.last: Evaluation | None = self.rows[-1]
+        self.shifted: Scores | None = scores(names, base - 30)
+
+    @property
+    def folder(self) -> SimpleNamespace:
+        return SimpleNamespace(evaluations=lambda: self.rows)
 
     @property
     def summary(self) -> dict[str, Any]:
-        if self.summary_json is None:
+        if self.last is None:
             raise InputError("no summary yet")
-        return self.summary_json
+        shifted = {"shifted": self.shifted.as_dict()} if self.shifted else {}
+        return {**self.about, **self.last.as_dict(), **shifted}
 
 
 def written(tmp_path: Path, *runs: Any) -> str:
@@ -157,18 +164,19 @@ def test_accessible(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["class", "client", "data", "method folder"])
 def test_hostile_names_are_text(tmp_path: Path, where: str) -> None:
-    held = federation(classes=("0", HOSTILE)) if where == "class" else federation()
+    fed = federation(classes=("0", HOSTILE)) if where == "class" else federation()
     if where == "client":
-        held = replace(held, clients=(replace(held.clients[0], name=HOSTILE), *held.clients[1:]))
-    run = FakeRun(held)
+        fed = replace(fed, clients=(replace(fed.clients[0], name=HOSTILE), *fed.clients[1:]))
+    run = FakeRun(fed)
     if where == "data":
-        run.summary["data"] = HOSTILE
+        run.about["data"] = HOSTILE
     if where == "method folder":
         run.path = Path("runs") / HOSTILE.replace("/", "")
-    page = written(tmp_path, run)
-    assert "<script" not in page
-    assert "script" not in Reader(page).tags
-    assert "&lt;script&gt;" in page
+    for runs in ((run,), (run, run)):
+        page = written(tmp_path, *runs)
+        assert "<script" not in page
+        assert "script" not in Reader(page).tags
+        assert "&lt;script&gt;" in page
 
 
 def test_a_name_that_is_no_text_does_not_stop_it(tmp_path: Path) -> None:
@@ -181,11 +189,11 @@ def test_same_run_same_bytes(tmp_path: Path) -> None:
 
 def test_unfinished(tmp_path: Path) -> None:
     run = FakeRun(federation())
-    run.summary_json, run.metrics = None, run.metrics[:2]
+    run.last, run.rows = None, run.rows[:2]
     text = Reader(written(tmp_path, run)).text
     assert "unfinished: 2 of 4 rounds" in text
-    assert f"{run.metrics[-1]['local_test']['mean']:.2f}" in text
-    run.metrics = []
+    assert f"{run.rows[-1].scores['local_test'].mean:.2f}" in text
+    run.rows = []
     text = Reader(written(tmp_path, run)).text
     assert "unfinished: 0 of 4 rounds" in text
     assert "No round was evaluated yet" in text
@@ -194,7 +202,7 @@ def test_unfinished(tmp_path: Path) -> None:
 def test_summary_of_before_a_resume_is_not_taken_for_the_end() -> None:
     run: Any = FakeRun(federation())
     run.config = resolve("digits", {"train.rounds": 9})
-    run.metrics.append({**run.metrics[-1], "round": 6})
+    run.rows.append(replace(run.rows[-1], round=6))
     (facts,) = gather_facts([run])
     assert facts.state == "unfinished: 6 of 9 rounds"
 
@@ -226,11 +234,13 @@ def test_several_runs(tmp_path: Path) -> None:
     assert "perada (tiny-perada) #2" in twice
 
 
-def test_marks() -> None:
-    assert _marks([3.0, 1.0, 2.0, None], [True] * 4) == ["b", "", "u", ""]
-    assert _marks([3.0, 3.001, 2.0], [True] * 3) == ["b", "b", "u"]
-    assert _marks([3.0, 1.0, 2.0], [False, True, True]) == ["", "u", "b"]
-    assert _marks([3.0, None], [True, True]) == ["", ""]
+def test_unfinished_runs_do_not_compete() -> None:
+    runs: list[Any] = [FakeRun(federation(), m, base) for m, base in (("perada", 60), ("ditto", 40), ("mtl", 50))]
+    assert _places(gather_facts(runs), "local_test") == ["best", "", "next"]
+    runs[0].last = None
+    assert _places(gather_facts(runs), "local_test") == ["", "next", "best"]
+    runs[1].last = None
+    assert _places(gather_facts(runs), "local_test") == ["", "", ""]
 
 
 @pytest.mark.parametrize("clients", [1, 70])
@@ -242,12 +252,11 @@ def test_few_and_many(tmp_path: Path, clients: int, classes: int) -> None:
 
 def test_values_that_are_not_there(tmp_path: Path) -> None:
     run = FakeRun(federation(), "standalone")
-    for row in (*run.metrics[1:3], run.summary):
-        row["global_model"] = None
-        row["local_test"] = {**NOTHING, "per_client": {**row["local_test"]["per_client"], "site-1": None}}
-        row["global_test"] = {**NOTHING, "per_client": dict.fromkeys(row["global_test"]["per_client"])}
-    del run.summary["shifted"]
-    run.summary["distilled"] = 0
+    for i in range(1, 4):
+        local, nothing = run.rows[i].scores["local_test"].per_client, Scores(dict.fromkeys(["site-0", "site-1"]))
+        found = {"local_test": Scores({**local, "site-1": None}), "global_test": nothing}
+        run.rows[i] = replace(run.rows[i], scores=found, global_model=None, has_global_model=False, distilled=0)
+    run.last, run.shifted = run.rows[-1], None
     page = written(tmp_path, run)
     read = Reader(page)
     assert "n/a" in read.text

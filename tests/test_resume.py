@@ -130,7 +130,7 @@ def test_interrupted_before_there_is_a_run_it_says_so(
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("perada.runs.run.prepare", interrupt)
+    monkeypatch.setattr("perada.runs.train.build", interrupt)
     assert train(tmp_path / "x", **CRASH) == 130
     assert capsys.readouterr().err.strip().splitlines()[-1] == "interrupted"
     assert not (tmp_path / "x").exists()
@@ -146,7 +146,7 @@ def test_the_line_that_resumes_can_be_pasted_into_a_shell(
 
     out = tmp_path / "my run"
     with monkeypatch.context() as patch:
-        patch.setattr("perada.runs.run.run_rounds", interrupt)
+        patch.setattr("perada.runs.train.train_in", interrupt)
         assert train(out, **CRASH) == 130
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("interrupted")

@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import perada.client.trainer
 from perada import experiment as simulate
 from perada.client.trainer import Trainer
+from perada.config import build
 from perada.data.public import Chunks
 from perada.errors import InputError, RunError
-from perada.experiment import lanes_at_once, precision_of, prepare
 from perada.lanes import bytes_per_lane, memory, replay
+from perada.machine import precision_of
 from perada.runs import loop as rounds
 from perada.runs.folder import RunFolder
 from perada.runs.loop import Saver
@@ -71,7 +72,7 @@ def test_in_domain_images_are_everybodys_validation_images() -> None:
 def test_a_client_that_turns_infinite_is_named_and_harms_nobody() -> None:
     """A rate of 1e30 sends every lane to infinity: the round ends, names them, and keeps finite adapters."""
     sim = after(1, method__name="perada-no-kd", train__lr=1e30)
-    assert sim.now.last["failed"] == [f"client-{m:02d}" for m in sim.cohort(0)]
+    assert sim.now.last["failed"] == [f"client-{m:02d}" for m in sim.sampled(0)]
     assert [n for n, t in everything(sim).items() if not t.isfinite().all()] == []
 
 
@@ -94,7 +95,7 @@ def test_evaluation_changes_nothing() -> None:
     second = sim.evaluate()
     assert {k: v for k, v in first.items() if k != "seconds"} == {k: v for k, v in second.items() if k != "seconds"}
     assert_same_tensors(before, everything(sim))
-    sim.step()
+    sim.round()
     assert_same_tensors(everything(sim), everything(after(2)))
 
 
@@ -149,7 +150,7 @@ def test_short_rounds_are_not_all_saved_where_that_stops_a_gpu(
     beside: bool, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounds of two seconds, at least five seconds from one checkpoint to the next; the last one always."""
-    sim = prepare(small(method__name="perada-no-kd", train__rounds=7))
+    sim = build(small(method__name="perada-no-kd", train__rounds=7))
     monkeypatch.setattr(rounds, "PAUSE", 5.0)
     monkeypatch.setattr(rounds, "Saver", lambda **_: Patient(beside, now=lambda: 2.0 * sim.now.round))
     seen, real = [], sim.snapshot
@@ -160,13 +161,13 @@ def test_short_rounds_are_not_all_saved_where_that_stops_a_gpu(
 
 def test_a_snapshot_is_of_its_moment(tmp_path: Path) -> None:
     """Written after the next round, it still holds the round it was taken in."""
-    sim = prepare(small(method__name="perada-no-kd"))
+    sim = build(small(method__name="perada-no-kd"))
     folder = RunFolder(tmp_path)
-    sim.step()
+    sim.round()
     write, then = sim.snapshot(folder), {n: t.clone() for n, t in everything(sim).items()}
-    sim.step()
+    sim.round()
     write()
-    other = prepare(small(method__name="perada-no-kd"))
+    other = build(small(method__name="perada-no-kd"))
     saved, _ = folder.load()
     assert saved is not None
     other.restore(saved)
@@ -182,7 +183,7 @@ def test_as_many_lanes_as_there_is_memory_for(
     asked: int, free: int, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`free` in bytes, or in lanes."""
-    sim = prepare(small(method__name="perada-no-kd", run__lanes=asked, train__cohort=4))
+    sim = build(small(method__name="perada-no-kd", run__lanes=asked, train__cohort=4))
     each = bytes_per_lane(sim.model, (8, 8), 8)
     monkeypatch.setattr(simulate, "free_memory", lambda device: free if free > 100 else free * each)
     found, line = lanes_at_once(sim)
@@ -194,11 +195,11 @@ def test_as_many_lanes_as_there_is_memory_for(
 def test_without_room_for_one_lane_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate, "free_memory", lambda device: 1000)
     with pytest.raises(InputError, match=r"one lane takes about .* lower train.batch"):
-        prepare(small(method__name="ditto"))
+        build(small(method__name="ditto"))
 
 
 def test_a_lane_costs_more_with_more_images_and_larger_ones() -> None:
-    model = prepare(small(method__name="perada-no-kd")).model
+    model = build(small(method__name="perada-no-kd")).model
     small_one, batch, size = (bytes_per_lane(model, (s, s), b) for s, b in ((8, 8), (8, 16), (16, 8)))
     own = 6 * model.initial().bytes_per_lane()
     assert small_one > own
@@ -208,7 +209,7 @@ def test_a_lane_costs_more_with_more_images_and_larger_ones() -> None:
 
 def test_a_lane_of_a_whole_model_costs_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, where a trained convolution keeps a column of its input for every pixel of its output."""
-    model, adapters = (prepare(small(method__name=m)).model for m in ("ditto", "perada-no-kd"))
+    model, adapters = (build(small(method__name=m)).model for m in ("ditto", "perada-no-kd"))
     before = [bytes_per_lane(m, (8, 8), 10) for m in (model, adapters)]
     monkeypatch.setattr(memory, "choose", lambda *shape: "columns")
     columns = 9 * (64 * (3 + 16 + 16) + 16 * (16 + 32) + 4 * (32 + 64))  # resnet8: 3×3 taps on maps of 8×8, 4×4, 2×2
@@ -236,7 +237,7 @@ def test_the_precision_is_the_machine_s(
 
 def test_clients_validate_together_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; one of them has nothing to validate with."""
-    sim = prepare(small(method__name="perada", run__precision="fp64"))
+    sim = build(small(method__name="perada", run__precision="fp64"))
     clients = list(sim.federation.clients)
     clients[1] = dataclasses.replace(clients[1], val=clients[1].val[:0])
     federation = dataclasses.replace(sim.federation, clients=tuple(clients))
@@ -269,9 +270,9 @@ def test_nothing_is_read_before_the_guard_has_all_its_work(stats: str, monkeypat
     """So that a GPU trains, distils and scores without a pause while all of it is being asked for."""
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
     monkeypatch.setattr(perada.client.trainer, "TOGETHER", ("cpu",))
-    sim = prepare(small(method__name="perada", distill__guard="clients", distill__keep_stats=stats))
+    sim = build(small(method__name="perada", distill__guard="clients", distill__keep_stats=stats))
     log: list[str] = []
-    sim.step()  # what is looked up once
+    sim.round()  # what is looked up once
     real = perada.client.trainer.logits_on
 
     def scored(*args: Any) -> torch.Tensor:
@@ -283,7 +284,7 @@ def test_nothing_is_read_before_the_guard_has_all_its_work(stats: str, monkeypat
         held = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda t, held=held: (log.append("read"), held(t))[1])
     with Reads(log):
-        sim.step()
+        sim.round()
     assert log.count("scored") == 1
     assert "read" not in log[: log.index("scored")]
     assert "read" in log[log.index("scored") :]  # the losses, in the end

@@ -16,15 +16,16 @@ from small import after, everything, small
 from torch import Tensor, nn
 
 import perada.client.trainer
+from perada.config import build
 from perada.data.batches import ClientBatches, sample_stream
-from perada.experiment import Simulation, prepare
+from perada.experiment import Experiment
 from perada.lanes import Result, State, gather, sgd
 from perada.models import build_backbone
 
 METHODS = ["perada", "perada-no-kd", "standalone", "fedavg"]
 
 
-def assert_close(a: Simulation, b: Simulation, tolerance: float = 1e-9) -> None:
+def assert_close(a: Experiment, b: Experiment, tolerance: float = 1e-9) -> None:
     """Server, broadcast and kept, tensor by tensor."""
     found, wanted = everything(a), everything(b)
     assert found.keys() == wanted.keys()
@@ -44,14 +45,14 @@ WHOLE_ROUNDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def one_at_a_time() -> dict[str, Simulation]:
+def one_at_a_time() -> dict[str, Experiment]:
     """Two rounds of each, no two lanes ever in one training pass."""
     return {k: after(2, run__precision="fp64", run__lanes=1, **settings) for k, settings in WHOLE_ROUNDS.items()}
 
 
 @pytest.mark.parametrize("what", WHOLE_ROUNDS)
 @pytest.mark.parametrize("lanes", [0, 4])
-def test_folded_rounds_equal_one_lane_at_a_time(what: str, lanes: int, one_at_a_time: dict[str, Simulation]) -> None:
+def test_folded_rounds_equal_one_lane_at_a_time(what: str, lanes: int, one_at_a_time: dict[str, Experiment]) -> None:
     """Dropout, ragged clients, distillation and the guard included."""
     folded, single = after(2, run__precision="fp64", run__lanes=lanes, **WHOLE_ROUNDS[what]), one_at_a_time[what]
     assert_close(folded, single)
@@ -61,7 +62,7 @@ def test_folded_rounds_equal_one_lane_at_a_time(what: str, lanes: int, one_at_a_
     assert found.get("guard_losses", []) == pytest.approx(wanted.get("guard_losses", []), rel=1e-9)
 
 
-def test_the_rounds_that_were_compared_did_distil(one_at_a_time: dict[str, Simulation]) -> None:
+def test_the_rounds_that_were_compared_did_distil(one_at_a_time: dict[str, Experiment]) -> None:
     """Had nothing been distilled or judged, the comparison would be one of plain averages."""
     guarded = one_at_a_time["perada, guarded"].now
     assert guarded.counters["distilled"] == 2
@@ -91,7 +92,7 @@ def test_float32_losses_of_twenty_steps_agree_for_any_grouping(method: str) -> N
 
 def training_losses(method: str, **set: Any) -> Tensor:
     """The loss of every lane at every step of one round of two clients, `[steps, lanes]`."""
-    sim = prepare(small(method__name=method, train__batch=4, train__epochs=2, distill__steps=0, **set))
+    sim = build(small(method__name=method, train__batch=4, train__epochs=2, distill__steps=0, **set))
     found: list[Tensor] = []
 
     def listen(*args: Any, **kwargs: Any) -> Result:
@@ -109,7 +110,7 @@ def training_losses(method: str, **set: Any) -> Tensor:
 # Against loops of ordinary torch, one client after another.
 
 
-def plain_network(sim: Simulation, adapters: bool) -> nn.Module:
+def plain_network(sim: Experiment, adapters: bool) -> nn.Module:
     net, _ = build_backbone("resnet8", 10, "embedded", sim.config.run.seed)
     return (oracle.with_adapters(net) if adapters else net).double()
 
@@ -118,7 +119,7 @@ def lane(state: State, k: int = 0) -> dict[str, Tensor]:
     return {n: t[k] for n, t in {**state.params, **state.buffers}.items()}
 
 
-def batches_of(sim: Simulation, round: int, client: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def batches_of(sim: Experiment, round: int, client: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Full batches from the client's permutations of this round, normalised by hand."""
     options, f = sim.config.train, sim.federation
     train = f.clients[client].train
@@ -144,19 +145,19 @@ def assert_lane_is(state: State, k: int, wanted: dict[str, Tensor]) -> None:
 def test_perada_without_distillation_equals_a_plain_loop() -> None:
     """Two rounds of Algorithm 1's client and server steps, one client and one adapter at a time."""
     settings = {"run__precision": "fp64", "model__dropout": 0.0, "method__lam": 0.7, "train__epochs": 2}
-    sim = prepare(small(method__name="perada-no-kd", **settings))
+    sim = build(small(method__name="perada-no-kd", **settings))
     plain = plain_network(sim, adapters=True)
     names = [n for n in sim.now.broadcast.params if n not in sim.model.inert]
     w, v = lane(sim.now.broadcast), [lane(sim.now.kept, m) for m in range(4)]
     for round in range(2):
         theta = []
-        for m in sim.cohort(round):
+        for m in sim.sampled(round):
             data = batches_of(sim, round, m)
             v[m], _ = oracle.train(plain, v[m], names, data, oracle.Sgd(0.02, lam=0.7), centre=w)
             theta.append(oracle.train(plain, w, names, data, oracle.Sgd(0.02))[0])
         v = [{n: one[n] for n in w} for one in v]
         w = averaged([{n: one[n] for n in w} for one in theta])
-        sim.step()
+        sim.round()
     assert_lane_is(sim.now.server, 0, w)
     assert_lane_is(sim.now.broadcast, 0, w)
     for m in range(4):
@@ -165,7 +166,7 @@ def test_perada_without_distillation_equals_a_plain_loop() -> None:
 
 @pytest.mark.parametrize("extra", [{}, {"train__momentum": 0.9, "train__weight_decay": 0.01, "train__clip": 0.5}])
 def test_fedavg_equals_a_plain_loop(extra: dict[str, float]) -> None:
-    sim = prepare(small(method__name="fedavg", run__precision="fp64", **extra))
+    sim = build(small(method__name="fedavg", run__precision="fp64", **extra))
     plain = plain_network(sim, adapters=False)
     how = oracle.Sgd(
         0.02, extra.get("train__momentum", 0), extra.get("train__weight_decay", 0), extra.get("train__clip")
@@ -174,37 +175,37 @@ def test_fedavg_equals_a_plain_loop(extra: dict[str, float]) -> None:
     for round in range(2):
         theta = [
             oracle.train(plain, w, sim.now.broadcast.params, batches_of(sim, round, m), how)[0]
-            for m in sim.cohort(round)
+            for m in sim.sampled(round)
         ]
         w = averaged([{n: one[n] for n in w} for one in theta])
-        sim.step()
+        sim.round()
     assert_lane_is(sim.now.broadcast, 0, w)
     assert sim.now.kept.lanes == 0
 
 
 def test_fedavg_weighted_by_samples_is_the_weighted_mean() -> None:
-    sim = prepare(small(method__name="fedavg", run__precision="fp64", train__weighting="samples"))
+    sim = build(small(method__name="fedavg", run__precision="fp64", train__weighting="samples"))
     plain = plain_network(sim, adapters=False)
-    w, cohort = lane(sim.now.broadcast), sim.cohort(0)
+    w, cohort = lane(sim.now.broadcast), sim.sampled(0)
     theta = [
         oracle.train(plain, w, sim.now.broadcast.params, batches_of(sim, 0, m), oracle.Sgd(0.02))[0] for m in cohort
     ]
     sizes = [len(sim.federation.clients[m].train) for m in cohort]
     assert sizes[0] != sizes[1]
     wanted = {n: sum(s * t[n] for s, t in zip(sizes, theta, strict=True)) / sum(sizes) for n in w}
-    sim.step()
+    sim.round()
     assert_lane_is(sim.now.broadcast, 0, wanted)
 
 
 def test_standalone_equals_a_plain_loop_and_sends_nothing() -> None:
-    sim = prepare(small(method__name="standalone", run__precision="fp64"))
+    sim = build(small(method__name="standalone", run__precision="fp64"))
     plain = plain_network(sim, adapters=False)
     v = [lane(sim.now.kept, m) for m in range(4)]
     for round in range(2):
-        for m in sim.cohort(round):  # it trains whenever it would have been sampled
+        for m in sim.sampled(round):  # it trains whenever it would have been sampled
             found, _ = oracle.train(plain, v[m], sim.now.kept.params, batches_of(sim, round, m), oracle.Sgd(0.02))
             v[m] = {n: found[n] for n in v[m]}
-        sim.step()
+        sim.round()
     for m in range(4):
         assert_lane_is(sim.now.kept, m, v[m])
     assert sim.now.broadcast.lanes == sim.now.server.lanes == 0
@@ -227,14 +228,14 @@ def test_another_seed_gives_another_run_on_the_same_split() -> None:
 
 
 def test_a_cohort_is_a_pure_function_of_seed_and_round() -> None:
-    sims = [prepare(small(data__clients=10, train__cohort=4, method__name=m)) for m in ("perada-no-kd", "fedavg")]
-    cohorts = [sims[0].cohort(r) for r in range(50)]
-    assert cohorts == [sims[1].cohort(r) for r in range(50)]
+    sims = [build(small(data__clients=10, train__cohort=4, method__name=m)) for m in ("perada-no-kd", "fedavg")]
+    cohorts = [sims[0].sampled(r) for r in range(50)]
+    assert cohorts == [sims[1].sampled(r) for r in range(50)]
     assert all(c == sorted(set(c)) and len(c) == 4 and c[0] >= 0 and c[-1] < 10 for c in cohorts)
     assert len({tuple(c) for c in cohorts}) > 30
     assert {m for c in cohorts for m in c} == set(range(10))
-    other = prepare(small(data__clients=10, train__cohort=4, method__name="fedavg", run__seed=1))
-    assert cohorts != [other.cohort(r) for r in range(50)]
+    other = build(small(data__clients=10, train__cohort=4, method__name="fedavg", run__seed=1))
+    assert cohorts != [other.sampled(r) for r in range(50)]
 
 
 Recorded = dict[tuple[int, int], list[Tensor]]  # (round, client) -> the [steps, B] indices of each of its lanes

@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from perada.cli import tables
+from perada.client.scores import Scores
 from perada.methods import REGISTRY
-from perada.sweep import standings as st
+from perada.report import standings as st
 
 SIZES = {"standalone": (78_042, 0), "ditto": (156_084, 78_042), "perada": (24_660, 12_330), "fedavg": (78_042, 78_042)}
 
 
-def scores(mean: float | None, std: float | None = 0.0) -> dict[str, Any]:
-    return {"mean": mean, "std": std, "per_client": {}}
+def scores(mean: float | None, std: float = 0.0) -> dict[str, Any]:
+    """Two clients with this mean and standard deviation."""
+    return Scores({"a": None, "b": None} if mean is None else {"a": mean - std, "b": mean + std}).as_dict()
 
 
 def summary(
@@ -35,8 +38,9 @@ def summary(
         "data": "digits",
         "metric": "accuracy",
         "method": method,
-        "local_test": scores(local, None if local is None else std),
-        "global_test": scores(everybody, None if everybody is None else std),
+        "round": 1,
+        "local_test": scores(local, std),
+        "global_test": scores(everybody, std),
         "global_model": None if server is None else {"global_test": server},
         "parameters": {"trained": trained, "communicated": sent},
         **more,
@@ -260,7 +264,7 @@ def test_one_row_has_no_marks_in_any_format() -> None:
 def test_without_a_global_model_there_is_one_table(made: Any) -> None:
     found = st.standings([summary("standalone", 70.0)])
     assert "global model" not in made(found)
-    assert len(st.terminal(found)) == 1
+    assert len(tables.standings(found)) == 1
 
 
 def test_a_global_model_that_scores_nothing_is_still_one() -> None:
@@ -296,7 +300,7 @@ def test_json_has_nulls_where_there_is_nothing() -> None:
 def test_the_terminal_shows_the_same_marks() -> None:
     """Escape code 1 is bold, 4 is underlined; all 21 methods with long numbers fit 80 columns."""
     console = Console(force_terminal=True, color_system="standard", width=80, record=True, file=io.StringIO())
-    for table in st.terminal(example()):
+    for table in tables.standings(example()):
         console.print(table)
     text = console.export_text(styles=True)
     assert "\x1b[1m91.00\x1b[0m ± 5.00" in text
@@ -305,7 +309,7 @@ def test_the_terminal_shows_the_same_marks() -> None:
     found = st.standings(
         [summary(m, 100.0, 100.0, std=50.0, server=9.0, shifted=scores(100.0, 50.0)) for m in REGISTRY]
     )
-    for table in st.terminal(found):
+    for table in tables.standings(found):
         plain.print(table)
     lines = plain.export_text().splitlines()
     assert max(map(len, lines)) <= 80

@@ -27,7 +27,7 @@ from perada.cli.watch import Watch
 from perada.config import parse_grid, resolve
 from perada.data import Federation, build_federation
 from perada.errors import InputError
-from perada.experiment import Simulation
+from perada.experiment import Experiment
 from perada.sweep.tune import Search, tune
 
 # As in small.py, without the settings that are searched; validation data for scores that differ.
@@ -106,7 +106,7 @@ def test_of_equal_scores_the_first_is_chosen_and_none_is_passed_over(tmp_path: P
     ):
         search.record({"method": method, "settings": {"train.lr": lr}, "local_val": score})
     assert {m: r["settings"]["train.lr"] for m, r in search.best().items()} == {"fedavg": 2.0, "ditto": 2.0}
-    assert search.tried() == {"fedavg": 4, "ditto": 2, "mtl": 1}
+    assert [(row["method"], row["points"]) for row in search.table()] == [("fedavg", 4), ("ditto", 2)]
 
 
 def changed(part: str) -> Callable[..., Federation]:
@@ -179,7 +179,7 @@ def planned(out: Path, source: str = "digits", **given: Any) -> dict[str, dict[s
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tune(source, out=out, on_point=stop, **{"set": TINY, **given})
+        tune(source, out=out, on_run=stop, **{"set": TINY, **given})
     found: dict[str, dict[str, dict[Any, None]]] = {}
     points = json.loads((out / "search.json").read_text())["points"]
     for point in points:
@@ -277,7 +277,7 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_written(
 ) -> None:
     given, says = CASES[name]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("perada.sweep.tune._train", lambda *args: pytest.fail("something was trained"))
+    monkeypatch.setattr("perada.sweep.tune.validated", lambda *args, **more: pytest.fail("something was trained"))
     shutil.copytree(whole, "whole")
     for file, text in FILES.items():
         Path(file).parent.mkdir(exist_ok=True)
@@ -293,8 +293,8 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_written(
 
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rounds that are trained from now on."""
-    seen, real = [], Simulation.step
-    monkeypatch.setattr(Simulation, "step", lambda self: seen.append(self.now.round) or real(self))
+    seen, real = [], Experiment.step
+    monkeypatch.setattr(Experiment, "step", lambda self: seen.append(self.now.round) or real(self))
     return seen
 
 
@@ -378,7 +378,12 @@ def test_every_method_is_searched_and_written_with_its_own_settings(
 ) -> None:
     file, seen = tmp_path / "mine.toml", []
     file.write_text('preset = "digits"\n' + text)
-    monkeypatch.setattr("perada.sweep.tune._train", lambda path, search, config, *rest: seen.append(config) or 1.0)
+
+    def trained(home: Path, path: Path, config: Any, *rest: Any, **more: Any) -> Any:
+        seen.append(config)
+        return {"local_val": {"mean": 1.0}}
+
+    monkeypatch.setattr("perada.sweep.tune.validated", trained)
     monkeypatch.setattr("perada.sweep.tune.shutil.rmtree", lambda path: None)
     tune(str(file), methods=methods, set={**TINY, **set}, grid={"train.lr": [0.05]}, out=tmp_path / "out")
     written = resolve(str(tmp_path / "out" / "tuned.toml"), {"method.name": methods.split(",")[-1]})

@@ -35,19 +35,18 @@ COLUMNS = {"local": "Local-test", "global": "Global-test", "shifted": "shifted",
 def one(job: tuple[str, int, dict[str, Any], str]) -> dict[str, Any]:
     """Train one row with one seed in this process, on one thread."""
     from perada.client.scores import scores_on
-    from perada.config import resolve
+    from perada.config import build, resolve
     from perada.data import named_sets
-    from perada.experiment import prepare
     from perada.machine import keep_memory
 
     row, seed, settings, device = job
     keep_memory()
     torch.set_num_threads(1)
     config = resolve("digits", {**settings, "run.seed": seed, "data.seed": seed, "run.device": device})
-    sim = prepare(config)
+    sim = build(config)
     start = time.perf_counter()
     for _ in range(config.train.rounds):
-        sim.step()
+        sim.round()
     trained = time.perf_counter() - start
     last = sim.evaluate()
     sets = named_sets(sim.federation, "shifted", severities=config.run.severities)

@@ -165,8 +165,8 @@ def pretrain(images: Bytes, labels: NDArray[np.int64], seed: int, epochs: int) -
             loss = nn.functional.cross_entropy(net(inputs[chosen]), targets[chosen])
             optimiser.zero_grad()
             loss.backward()
-            optimiser.step()
-            plan.step()
+            optimiser.round()
+            plan.round()
             total += loss.item() * size
         print(f"epoch {epoch + 1}/{epochs}: loss {total / len(order):.3f}", flush=True)
     return net

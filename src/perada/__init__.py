@@ -2,6 +2,8 @@
 
 run = perada.train("digits", method="perada", set={"train.rounds": 20})
 model = run.model("client-03")        # a plain torch.nn.Module, personal adapter in place
+
+The same from Python objects: docs/python.md, and the docstring of `perada.Experiment`.
 """
 
 from importlib import import_module
@@ -9,26 +11,54 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["LaneModel", "Run", "State", "__version__", "adapt", "load", "train"]
+__all__ = [
+    "Distill",
+    "Experiment",
+    "Federation",
+    "LaneModel",
+    "Run",
+    "State",
+    "Train",
+    "__version__",
+    "adapt",
+    "compare",
+    "load",
+    "train",
+    "tune",
+]
 
 if TYPE_CHECKING:
-    from .lanes import LaneModel, State, adapt
-    from .runs.run import Run, load, train
+    from .adapters import adapt
+    from .client.trainer import Train
+    from .data import Federation
+    from .experiment import Experiment
+    from .lanes import LaneModel, State
+    from .runs.run import Run, load
+    from .runs.train import train
+    from .server.distill import Distill
+    from .sweep.compare import compare
+    from .sweep.tune import tune
 else:
     _HOMES = {
-        "Run": "runs.run",
-        "load": "runs.run",
-        "train": "runs.run",
+        "Distill": "server.distill",
+        "Experiment": "experiment",
+        "Federation": "data",
         "LaneModel": "lanes",
+        "Run": "runs.run",
         "State": "lanes",
-        "adapt": "lanes",
+        "Train": "client.trainer",
+        "adapt": "adapters",
+        "compare": "sweep.compare",
+        "load": "runs.run",
+        "train": "runs.train",
+        "tune": "sweep.tune",
     }
 
     def __getattr__(name):
-        """When first asked for: torch takes two seconds to import."""
+        """Imports a name when it is first asked for: torch takes two seconds to import."""
         if name in _HOMES:
             return getattr(import_module(f".{_HOMES[name]}", __name__), name)
-        if not name.startswith("_") and find_spec(f".{name}", __name__):  # perada.methods.REGISTRY, say
+        if not name.startswith("_") and find_spec(f".{name}", __name__):  # perada.methods.PerAda, say
             return import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

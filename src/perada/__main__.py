@@ -1,10 +1,23 @@
 """The `perada` command."""
 
+import os
 import sys
 
 
+def share_cores() -> None:
+    """Lets OpenMP's threads sleep while they wait, unless the user has set `OMP_WAIT_POLICY`.
+
+    By default they wait in busy loops. On a machine with other work these loops take the cores from the threads that
+    are waited for, and a training almost stops. OpenMP reads the variable when torch is imported; child processes
+    inherit it. It affects the whole process, so only the command sets it: the library does not.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 def script() -> None:
-    try:  # this takes two seconds, and people press Ctrl-C in them
+    """Runs the command and exits with its code."""
+    share_cores()
+    try:  # the import takes two seconds, in which people press Ctrl-C
         from .cli.main import script as run
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -12,5 +25,5 @@ def script() -> None:
     run()
 
 
-if __name__ == "__main__":  # processes of `perada compare` import this module under another name
+if __name__ == "__main__":  # the worker processes of `perada compare` import this module under another name
     script()

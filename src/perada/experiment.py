@@ -1,47 +1,63 @@
-"""The round loop on one machine."""
+"""An experiment: a network, a federation and a method, and the rounds that train them.
+
+This is the only code that trains. `round()` is Algorithm 1 of the paper for any method, with any cohort: clients on
+this machine, or sites behind a network.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .client.scores import logits_on, personal_scores, score
-from .client.trainer import Trainer, sample_loss
-from .config import Config
-from .data import VALIDATION, Federation, build_federation, public_images
-from .data.public import Chunks
+from .adapters import adapt
+from .client.cohort import SPLITS, Cohort, LocalCohort, Uploads
+from .client.scores import Scores, logits_on, score
+from .client.trainer import Train, Trainer, sample_loss
+from .data import Federation
 from .errors import InputError
-from .lanes import (
-    LaneModel,
-    State,
-    bytes_per_lane,
-    fast_kernels,
-    gather,
-    get_ready,
-    key_of,
-    on_cpu,
-    repeat,
-    rng_of,
-    scatter,
-    stack,
-)
-from .machine import free_memory
-from .methods import Finisher, Judge, Method, check_upload
-from .models import build_backbone, lane_model, load_into
-from .models.resnet import ResNet
-from .notes import about_data, about_settings
-from .runs.folder import Checkpoint, RunFolder, device_of
-from .server.distill import Server, chunks_of
+from .lanes import LaneModel, State, bytes_per_lane, get_ready, on_cpu, repeat, rng_of, stack
+from .machine import arithmetic, device_of, free_memory, precision_of
+from .methods import Finisher, Method
+from .runs.folder import Checkpoint, RunFolder
+from .runs.rows import Evaluation
+from .server.distill import Distill, public_chunks
+from .server.guard import Server
+
+if TYPE_CHECKING:
+    from .callbacks import Callback
+    from .runs.run import Run
 
 Say = Callable[[str], None]
 DTYPES = dict.fromkeys(("auto", "fp32", "tf32", "bf16"), torch.float32) | {"fp64": torch.float64}  # of lanes
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is carried out: the `[run]` section."""
+
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"  # auto: bf16 on a GPU, else fp32
+    eval_every: int = 1
+    checkpoint_every: int = 1
+    lanes: int = 0  # most lanes trained at once; 0 is all of a cohort's, or as many as there is memory for
+    shifts: bool = False  # at the end, test on corrupted copies of the test images too
+    severities: tuple[int, ...] = (1, 2, 3, 4, 5)  # of those
+
+    def __post_init__(self) -> None:
+        if not self.severities or not set(self.severities) <= {1, 2, 3, 4, 5}:
+            raise ValueError(f"severities must be numbers from 1 to 5, not {list(self.severities)}")
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2^63, not {self.seed}")
+        for name, least in (("seed", 0), ("eval_every", 1), ("checkpoint_every", 1), ("lanes", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -51,166 +67,347 @@ class Moment:
     round: int
     server: State
     broadcast: State
-    kept: State  # a lane a client, or empty
-    counters: dict[str, int]
-    last: dict[str, Any]  # what the round reported: training loss, distillation, failures
+    kept: State = field(default_factory=State)  # one lane per client, or empty
+    counters: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("bytes_up", "bytes_down", "distilled", "accepted"), 0)
+    )
+    last: dict[str, Any] = field(default_factory=dict)  # the last round's loss, distillation, failures
     changed: frozenset[int] = frozenset()  # clients changed since the last checkpoint
     finished: bool = False  # whether the method's last stage is done, where it has one
 
 
-def cohort_of(config: Config, clients: int, round: int) -> list[int]:
-    """The clients sampled in a round: a pure function of (seed, round)."""
-    rng = rng_of(config.run.seed, round, "cohort")
-    return sorted(int(m) for m in rng.choice(clients, config.train.cohort or clients, replace=False))
+@dataclass(frozen=True)
+class Progress:
+    """What happened in a training, for callbacks, progress bars and logs."""
+
+    round: int
+    rounds: int
+    row: Evaluation | None  # where this round was evaluated
+    failed: tuple[str, ...]  # clients whose training stopped being finite
+    event: Literal["gathered", "trained", "finished", "round"] = "round"
+    stage: str = "training"  # or pretraining
 
 
-class Simulation:
-    """All clients of a federation on this machine. `step()` is one round of Algorithm 1."""
+def sampled_clients(seed: int, round: int, clients: int, cohort: int) -> list[int]:
+    """Returns the clients sampled in a round: a pure function of (seed, round)."""
+    rng = rng_of(seed, round, "cohort")
+    return sorted(int(m) for m in rng.choice(clients, cohort or clients, replace=False))
+
+
+def lanes_of(net: nn.Module, method: Method, adapter: Any, head: str | None, options: RunOptions) -> LaneModel:
+    """Returns the lanes that a method trains, over a network."""
+    parts, device = method.parts, device_of(options.device)
+    kind = adapter if parts.adapters else None
+    model = adapt(net, adapter=kind, trained=parts.trains, head=head, seed=options.seed)
+    compute = torch.bfloat16 if precision_of(options.precision, device) == "bf16" else None
+    return model.to(device, DTYPES[options.precision], compute)
+
+
+def check_fit(federation: Federation, method: Method, train: Train, distill: Distill, local: bool = True) -> None:
+    """Refuses settings that do not fit the data or the method. local: whether the clients are on this machine."""
+    parts, clients = method.parts, len(federation.clients)
+    if parts.own_step and train.momentum:
+        name = type(method).__name__
+        raise InputError(f"{name} has its own step, without momentum: set Train.momentum to 0")
+    if not local:
+        return
+    if train.cohort > clients:
+        raise InputError(f"Train.cohort={train.cohort} but there are {clients} clients: lower it")
+    if not parts.distils or not distill.steps:
+        return
+    if distill.guard == "clients" and not any(len(c.val) for c in federation.clients):
+        raise InputError(
+            "Distill.guard=clients needs validation data at a client: raise DataOptions.val, or use guard=none"
+        )
+    if distill.guard == "server" and not len(federation.server_val):
+        raise InputError(
+            "Distill.guard=server needs labelled data at the server: set DataOptions.server_val, such as 0.05"
+        )
+
+
+class Experiment:
+    """A method that trains a network on a federation.
+
+    net: any torch module, with its weights; it is copied, never changed.
+    adapter: what is inserted where the method trains adapters (`adapters.Residual(...)`).
+    head: the name of the prediction layer; by default the last linear layer.
+    public: the server's images for distillation, uint8 `[n, C, H, W]`; only methods that distil need them.
+    cohort: who trains; by default all clients of the federation on this machine.
+    """
 
     def __init__(
-        self, config: Config, federation: Federation, model: LaneModel, method: Method, public: Sequence[Tensor]
+        self,
+        net: nn.Module,
+        federation: Federation,
+        method: Method,
+        *,
+        adapter: Any = "residual",
+        head: str | None = None,
+        public: Tensor | None = None,
+        train: Train = Train(),
+        distill: Distill = Distill(),
+        cohort: Callable[[Experiment], Cohort] | None = None,
+        to_train: bool = True,
+        **run: Any,
     ) -> None:
-        self.config, self.federation, self.model, self.method = config, federation, model, method
-        self.public = public
-        server, broadcast, client = method.init(model)
-        counters = {"bytes_up": 0, "bytes_down": 0, "distilled": 0, "accepted": 0}
-        self.now = Moment(0, server, broadcast, repeat(client, len(federation.clients)), counters, {})
+        self.options = run.pop("options", None) or RunOptions(**run)
+        self.device, self.dtype = device_of(self.options.device), DTYPES[self.options.precision]
+        arithmetic(self.options.precision, self.device)
+        if to_train:
+            get_ready(self.device)
+        self.net, self.federation, self.method = net, federation.to(self.device), method
+        self.adapter, self.head, self.train, self.distill = adapter, head, train, distill
+        self.model = lanes_of(net, method, adapter, head, self.options)
+        self.cohort: Cohort = (
+            cohort(self) if cohort else LocalCohort(self.model, self.federation, method, train, self.options.seed)
+        )
+        self.public: Sequence[Any] = []
+        if to_train:
+            check_fit(self.federation, method, train, distill, local=cohort is None)
+            self.public = self._chunks(public)
+        server, broadcast, client = method.init(self.model)
+        self.now = Moment(0, server, broadcast, repeat(client, len(self.federation.clients)))
         self.seconds = 0.0
-        self.lanes = config.run.lanes  # at once; 0 is all
-        self.backbone: dict[str, Tensor] | None = None  # weights the config alone cannot make again
+        self.test_data = self.federation if self.federation.clients else None  # what the global model is tested on
+        self.mark: Callable[[str, int], None] = lambda what, round: None  # told of every boundary inside a round
+        self.config: Any = None  # the configuration that this was built from, if any
 
-    def cohort(self, round: int) -> list[int]:
-        return cohort_of(self.config, len(self.federation.clients), round)
+    @property
+    def distils(self) -> bool:
+        """Whether public images are needed."""
+        return self.method.parts.distils and self.distill.steps > 0
 
-    def step(self) -> None:
-        """Train the cohort, update the server."""
+    def _chunks(self, images: Tensor | None) -> Sequence[Any]:
+        """Returns the public images, prepared in chunks of equal size."""
+        if not self.distils:
+            return []
+        if images is None:
+            raise InputError("distillation needs public images: set Distill.data, or Distill.steps=0")
+        chunks = public_chunks(images, self.federation, self.distill, self.dtype)
+        if self.device.type == "cuda":
+            chunks.keep_stems(self.model, torch.cuda.mem_get_info(self.device)[0] // 4)
+        return chunks
+
+    # A round
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        return self.cohort.names
+
+    def sampled(self, round: int) -> list[int]:
+        """Returns the clients that train in a round."""
+        return sampled_clients(self.options.seed, round, len(self.clients), self.train.cohort)
+
+    def round(self) -> None:
+        """Trains one round: uploads, the server's update, the guard's choice."""
+        self.update(self.gather())
+
+    def gather(self) -> Uploads:
+        """Returns the uploads of the next round's clients."""
         start, now = time.perf_counter(), self.now
         if now.finished:
             raise ValueError("the method's last stage is done: reopen() before another round")
-        clients = self.cohort(now.round)
-        trainer = self.trainer(clients)
-        upload, kept = self.method.client_update(trainer, now.broadcast, gather(now.kept, clients))
-        check_upload(self.method, self.model, upload)
-        server = self._server(trainer)
-        state, broadcast = self.method.server_update(server, now.server, upload)
-        last: dict[str, Any] = {"train_loss": float(np.mean(trainer.losses)), "distill": server.log}
-        if trainer.failed:
-            last["failed"] = sorted(trainer.failed)
+        uploads = self.cohort.train(now, self.sampled(now.round))
+        self.seconds += time.perf_counter() - start
+        return uploads
+
+    def update(self, uploads: Uploads) -> None:
+        """The server's half of a round: the method proposes, the guard scores and chooses."""
+        start, now = time.perf_counter(), self.now
+        server = self._server(uploads)
+        state, broadcast = self.method.server_update(server, now.server, uploads.states)
+        log: dict[str, Any] | None = None
+        if (proposed := server.candidates) is not None:
+            best, log = proposed.choose(self.judge(proposed.states))
+            state, broadcast = proposed.pick(state, best), proposed.pick(broadcast, best)
+        report = uploads.report()
         self.now = Moment(
             round=now.round + 1,
             server=state,
             broadcast=broadcast,
-            kept=scatter(now.kept, clients, kept) if kept.lanes else now.kept,
-            counters=self._count(upload, broadcast, server.log, len(clients)),
-            last=last,
-            changed=now.changed | set(clients),
+            kept=now.kept if uploads.kept is None else uploads.kept,
+            counters=self._count(uploads, broadcast, log),
+            last={"train_loss": report.loss, "distill": log, **report.as_note()},
+            changed=now.changed | set(self.sampled(now.round)),
         )
         self.seconds += time.perf_counter() - start
 
-    def finish(self) -> None:
-        """The method's last stage, at every client, where it has one."""
-        start, now, everybody = time.perf_counter(), self.now, range(len(self.federation.clients))
-        if isinstance(self.method, Finisher) and not now.finished:
-            trainer = self.trainer(everybody)
-            kept = self.method.finish(trainer, now.broadcast, now.kept)
-            failed = trainer.failed | set(now.last.get("failed", ()))
-            last = {**now.last, "failed": sorted(failed)} if failed else now.last
-            self.now = replace(
-                now, kept=kept, counters=self._last_download(1), last=last, changed=frozenset(everybody), finished=True
-            )
+    def _server(self, uploads: Uploads) -> Server:
+        return Server(
+            self.model,
+            self.public,
+            self.distill,
+            self.federation.multilabel,
+            self.now.round,
+            self.options.seed,
+            len(self.clients),
+            uploads.weights,
+            self.lanes,
+        )
+
+    def judge(self, candidates: State) -> Tensor | None:
+        """Returns the guard's losses `[candidates, judges]`; None without a guard."""
+        if self.distill.guard == "none":
+            return None
+        if self.distill.guard == "clients":
+            return self.cohort.score(self.now, candidates)
+        index = self.federation.server_val
+        logits, targets = logits_on(self.model, candidates, self.federation, index), self.federation.labels(index)
+        losses = sample_loss(logits, targets.expand(candidates.lanes, *targets.shape))
+        return losses.mean(1, keepdim=True).double().cpu()
+
+    def _count(self, uploads: Uploads, broadcast: State, log: dict[str, Any] | None) -> dict[str, int]:
+        """Returns the bytes sent so far, and how often distillation ran and a guard accepted it."""
+        was, down = self.now.counters, self.now.broadcast.bytes_per_lane()
+        if log and "guard_chose" in log and self.distill.guard == "clients":
+            down += len(log["guard_steps"]) * broadcast.bytes_per_lane()  # the candidates that clients judge
+        return {
+            "bytes_up": was["bytes_up"] + uploads.states.bytes_per_lane() * uploads.clients,
+            "bytes_down": was["bytes_down"] + down * uploads.clients,
+            "distilled": was["distilled"] + int(log is not None),
+            "accepted": was["accepted"] + int(bool(log and log.get("guard_chose"))),
+        }
+
+    # The last stage
+
+    @property
+    def has_last_stage(self) -> bool:
+        return isinstance(self.method, Finisher)
+
+    def finish(self) -> bool:
+        """Runs the method's last stage at every client, if it has one that is not done; returns whether it ran."""
+        start, now = time.perf_counter(), self.now
+        if not self.has_last_stage or now.finished:
+            return False
+        kept, report = self.cohort.finish(now)
+        failed = {*report.failed, *now.last.get("failed", ())}
+        self.now = replace(
+            now,
+            kept=kept,
+            counters=self._last_download(1),
+            last={**now.last, "failed": sorted(failed)} if failed else now.last,
+            changed=frozenset(range(len(self.clients))),
+            finished=True,
+        )
         self.seconds += time.perf_counter() - start
+        return True
 
     def reopen(self) -> None:
-        """More rounds than were planned: as if the last stage had not been done."""
+        """Undoes the last stage, so that more rounds than were planned can follow."""
         self.now = replace(self.now, kept=State(), counters=self._last_download(-1), finished=False)
 
     def _last_download(self, sign: int) -> dict[str, int]:
         """For the last stage every client gets the global model."""
-        each, now = self.now.broadcast.bytes_per_lane(), self.now.counters
-        return {**now, "bytes_down": now["bytes_down"] + sign * each * len(self.federation.clients)}
+        each, was = self.now.broadcast.bytes_per_lane(), self.now.counters
+        return {**was, "bytes_down": was["bytes_down"] + sign * each * len(self.clients)}
 
-    def _count(self, upload: State, broadcast: State, log: dict[str, Any] | None, clients: int) -> dict[str, int]:
-        """Bytes over the (simulated) network so far, and how often distillation ran and a guard accepted it."""
-        now = self.now
-        down = now.broadcast.bytes_per_lane()
-        if log and "guard_chose" in log and self.config.distill.guard == "clients":
-            down += len(log["guard_steps"]) * broadcast.bytes_per_lane()  # the candidates they judge
-        return {
-            "bytes_up": now.counters["bytes_up"] + upload.bytes_per_lane() * clients,
-            "bytes_down": now.counters["bytes_down"] + down * clients,
-            "distilled": now.counters["distilled"] + int(log is not None),
-            "accepted": now.counters["accepted"] + int(bool(log and log.get("guard_chose"))),
-        }
-
-    def trainer(self, clients: Sequence[int]) -> Trainer:
-        run = self.config.run
-        return Trainer(self.model, self.federation, clients, self.now.round, run.seed, self.config.train, self.lanes)
-
-    def _server(self, trainer: Trainer) -> Server:
-        sizes = [float(len(self.federation.clients[c].train)) for c in trainer.clients]
-        weights = sizes if self.config.train.weighting == "samples" else None
-
-        def judge(candidates: State) -> Tensor:
-            if self.config.distill.guard == "server":
-                return self._server_losses(candidates)
-            if not isinstance(self.method, Judge):
-                raise ValueError(f"{type(self.method).__name__} has no client_score: use another distill.guard")
-            return self.method.client_score(trainer, candidates)
-
-        return Server(
-            self.model,
-            self.public,
-            self.config.distill,
-            self.federation.multilabel,
-            self.now.round,
-            self.config.run.seed,
-            judge,
-            len(self.federation.clients),
-            weights,
-            self.lanes,
-        )
-
-    def _server_losses(self, candidates: State) -> Tensor:
-        """Candidates on the server's own labelled validation data, `[candidates, 1]`."""
-        index = self.federation.server_val
-        logits = logits_on(self.model, candidates, self.federation, index)
-        targets = self.federation.labels(index)
-        losses = sample_loss(logits, targets.expand(candidates.lanes, *targets.shape))
-        return losses.mean(1, keepdim=True).double().cpu()
+    # Evaluation
 
     def personal(self) -> State:
-        """What the clients predict with now: a lane each, or one that all share."""
+        """Returns what the clients predict with now: one lane each, or one that all share."""
         return self.method.personal(self.now.broadcast, self.now.kept)
 
     @property
-    def has_global_model(self) -> bool:
-        return self.method.parts.global_model and self.model.holds(self.now.broadcast)
+    def global_model(self) -> State | None:
+        """The one global model, where the method has one."""
+        if not (self.method.parts.global_model and self.model.holds(self.now.broadcast)):
+            return None
+        return self.model.part_of(self.now.broadcast)
 
-    def evaluate(self, splits: Sequence[str] = ("local", "val", "global")) -> dict[str, Any]:
-        """The row of metrics.jsonl for this moment."""
-        start, now = time.perf_counter(), self.now
-        found = personal_scores(self.model, self.personal(), self.federation, splits)
-        row: dict[str, Any] = {"round": now.round, **{k: v.as_dict() for k, v in found.items()}}
-        row["global_model"] = None
-        if self.has_global_model and "global" in splits:
-            index = self.federation.test
-            logits = logits_on(self.model, now.broadcast, self.federation, index)[0]
-            value = score(logits, self.federation.labels(index))
-            row["global_model"] = {"global_test": value}
+    def evaluate(self, splits: Sequence[str] = SPLITS, last: bool = True) -> Evaluation | None:
+        """Returns the clients' scores now; None if a network's clients send them with the next uploads."""
+        start = time.perf_counter()
+        scores = self.cohort.evaluate(self.now, splits, last)
         self.seconds += time.perf_counter() - start
-        return {**row, **now.counters, "seconds": self.seconds, **now.last}
+        return None if scores is None else self.row(scores, splits)
+
+    def row(self, scores: Mapping[str, Scores], splits: Sequence[str] = SPLITS) -> Evaluation:
+        """Returns the evaluation of this moment from the clients' scores, the global model's beside them."""
+        now, start, value = self.now, time.perf_counter(), None
+        test = self.test_data
+        measured = self.global_model if "global" in splits and test is not None else None
+        if measured is not None and test is not None:
+            logits = logits_on(self.model, measured, test, test.test)[0]
+            value = score(logits, test.labels(test.test))
+        last = {**now.last, "failed": tuple(now.last.get("failed", ())), "absent": tuple(now.last.get("absent", ()))}
+        self.seconds += time.perf_counter() - start
+        has = measured is not None
+        more: dict[str, Any] = {**now.counters, **last, "seconds": self.seconds}
+        return Evaluation(now.round, scores, value, has, **more)
+
+    # The whole training
+
+    @property
+    def lanes(self) -> int:
+        """How many lanes are trained at once; 0 is all."""
+        return self.cohort.lanes if isinstance(self.cohort, LocalCohort) else self.options.lanes
+
+    def stop(self) -> None:
+        """Makes the next round the last one."""
+        self.train = replace(self.train, rounds=min(self.train.rounds, self.now.round + 1))
+
+    def progress(self, known: Container[int] = (), splits: Sequence[str] = SPLITS) -> Iterator[Progress]:
+        """Trains to the last round, and says what happened on the way; rounds in `known` are evaluated already."""
+        every = self.options.eval_every
+        while True:
+            at = self.now.round
+            over, row, late = at >= self.train.rounds, None, False
+            if over and self.finish():
+                yield self._progress("finished")
+            if (over or (at and at % every == 0)) and at not in known:
+                row = self.evaluate(splits, last=over)
+                late = row is None
+            yield self._progress("round", row)
+            if over:
+                return
+            uploads = self.gather()
+            row = self.row(uploads.scores, splits) if late and uploads.scores is not None else None
+            yield self._progress("gathered", row)
+            self.update(uploads)
+            yield self._progress("trained")
+
+    def _progress(self, event: Any, row: Evaluation | None = None) -> Progress:
+        return Progress(self.now.round, self.train.rounds, row, tuple(self.now.last.get("failed", ())), event)
+
+    def rounds(self) -> Iterator[Evaluation]:
+        """Trains to the last round; yields every evaluation. `for row in experiment.rounds(): ...`"""
+        for step in self.progress():
+            if step.row is not None:
+                yield step.row
+
+    def run(
+        self,
+        folder: str | Path,
+        callbacks: Sequence[Callback] = (),
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+    ) -> Run:
+        """Trains in a run folder, which can be resumed and loaded again; returns the run."""
+        from .runs.train import run_in  # a run opens experiments: the one arrow that points back
+
+        return run_in(self, Path(folder), callbacks, resume, overwrite)
+
+    # Saving
+
+    def frozen_to_save(self) -> dict[str, Tensor]:
+        """Returns the network's weights, where the configuration alone cannot make them again."""
+        if self.config is not None and self.config.model.weights in ("embedded", "random"):
+            return {}
+        return {k: t for k, t in self.net.state_dict().items() if not k.endswith("num_batches_tracked")}
 
     def save(self, folder: RunFolder) -> None:
+        """Writes this moment to the folder."""
         self.snapshot(folder)()
 
     def snapshot(self, folder: RunFolder) -> Callable[[], None]:
-        """What writes this moment to the folder, whenever it is called: from a GPU all is copied now."""
-        now, everybody = self.now, range(self.now.kept.lanes)
-        clients = [now.kept.map(lambda t, m=m: t[m : m + 1]) for m in everybody]  # type: ignore[misc]
+        """Returns what writes this moment to the folder, whenever it is called: from a GPU all is copied now."""
+        now, every = self.now, range(self.now.kept.lanes)
+        clients = [now.kept.map(lambda t, m=m: t[m : m + 1]) for m in every]  # type: ignore[misc]
         server, broadcast = now.server, now.broadcast
-        if self.model.device.type != "cpu":
+        if self.device.type != "cpu":
             server, broadcast = on_cpu(server), on_cpu(broadcast)
-            written = now.changed if folder.has_checkpoint() else everybody  # the others are links to older files
+            written = now.changed if folder.has_checkpoint() else every  # the others are links to older files
             clients = [on_cpu(c) if m in written else c for m, c in enumerate(clients)]
         note = {"counters": now.counters, "last": now.last, "seconds": self.seconds, "finished": now.finished}
         checkpoint = Checkpoint(now.round, server, broadcast, clients, note)
@@ -218,192 +415,42 @@ class Simulation:
         return lambda: folder.save(checkpoint, now.changed)
 
     def restore(self, saved: Checkpoint) -> None:
-        device, dtype = self.model.device, DTYPES[self.config.run.precision]
-
-        def here(state: State) -> State:
-            return state.map(lambda t: t.to(device, dtype))
-
-        kept = stack(*map(here, saved.clients)) if saved.clients else State()
+        """Goes back to a checkpoint."""
+        kept = stack(*map(self.here, saved.clients)) if saved.clients else State()
         note = saved.note
+        server, broadcast = self.here(saved.server), self.here(saved.broadcast)
         self.now = Moment(
-            saved.round,
-            here(saved.server),
-            here(saved.broadcast),
-            kept,
-            dict(note["counters"]),
-            dict(note["last"]),
-            finished=note["finished"],
+            saved.round, server, broadcast, kept, dict(note["counters"]), dict(note["last"]), finished=note["finished"]
         )
         self.seconds = float(note["seconds"])
 
+    def here(self, state: State) -> State:
+        """Returns a state on this experiment's device, in its precision."""
+        return state.map(lambda t: t.to(self.device, self.dtype))
 
-def in_memory(sim: Simulation) -> None:
-    """Pretraining that leaves nothing on disk."""
-    for _ in range(sim.config.train.rounds):
-        sim.step()
+    def trainer(self, clients: Sequence[int]) -> Trainer:
+        """Returns what the method sees of these clients in the next round."""
+        assert isinstance(self.cohort, LocalCohort)
+        return self.cohort.trainer_of(clients, self.now.round)
 
-
-def prepare(
-    config: Config,
-    backbone: Path | None = None,
-    say: Say = lambda text: None,
-    federation: Federation | None = None,
-    pretrain: Callable[[Simulation], None] = in_memory,
-    to_train: bool = True,
-) -> Simulation:
-    """Data, backbone, method: everything before the first round; less the public images, if not `to_train`.
-
-    `backbone` is the copy of the weights that a run folder keeps; `federation` saves loading the data again;
-    `pretrain` runs the FedAvg simulation where model.weights=fedavg.
-    """
-    device, dtype = device_of(config.run.device), DTYPES[config.run.precision]
-    arithmetic(config.run.precision, device)
-    if to_train:
-        get_ready(device)
-    federation = federation or build_federation(config.data, device)
-    method = config.make_method()
-    public: Sequence[Tensor] = []
-    if to_train:
-        check(config, federation, method)
-        public = public_chunks(config, federation, method, device, dtype)
-        for line in (*about_data(federation), *about_settings(config, method)):
-            say(line)
-    net = _backbone(config, federation, backbone, say, pretrain)
-    sim = Simulation(config, federation, model_of(config, net, method, device), method, public)
-    if isinstance(public, Chunks) and device.type == "cuda":
-        public.keep_stems(sim.model, torch.cuda.mem_get_info(device)[0] // 4)
-    if config.model.weights not in ("embedded", "random"):
-        sim.backbone = {k: t for k, t in net.state_dict().items() if not k.endswith("num_batches_tracked")}
-    if to_train:
-        sim.lanes, line = lanes_at_once(sim)
-        say(line)
-    say(federation.about_images())  # last: a refusal is one line
-    if device.type == "cuda" and fast_kernels(device) is None:
-        say("warning: no Triton here, so no kernels for lanes: the same results, slower")
-    return sim
-
-
-def lanes_at_once(sim: Simulation) -> tuple[int, str]:
-    """How many lanes to train at once (0: all), and what that costs in memory."""
-    asked, device = sim.config.run.lanes, sim.model.device
-    height, width = sim.federation.images.shape[-2:]
-    each = bytes_per_lane(sim.model, (int(height), int(width)), sim.config.train.batch)
-    cohort = sim.config.train.cohort or len(sim.federation.clients)
-    lanes, free = sim.method.parts.copies * cohort, free_memory(device)
-    fit = sim.model.room = int(0.9 * free / each)
-    if fit < 1:
-        raise InputError(
-            f"one lane takes about {each / 2**30:.1f} GiB and {device.type} has {free / 2**30:.1f} free: lower "
-            "train.batch, or take a machine with more memory"
-        )
-    chosen = min(asked or lanes, lanes)
-    if not asked and fit < lanes:
-        chosen = fit
-    named = "1 lane" if chosen == 1 else f"{chosen} lanes"
-    named += f" at once in {precision_of(sim.config.run.precision, device)}"
-    what = f"{named}, about {chosen * each / 2**30:.1f} GiB of {free / 2**30:.1f} free"
-    return (chosen if chosen < lanes else 0), what + (f"; {lanes} lanes take turns" if chosen < lanes else "")
-
-
-def model_of(config: Config, net: ResNet, method: Method, device: torch.device) -> LaneModel:
-    """The lanes that the method trains, over the backbone."""
-    adapter = config.model.adapter if method.parts.adapters else None
-    options = config.model
-    model = lane_model(net, method.parts.trains, adapter, options.dropout, config.run.seed, options.adapter_std)
-    compute = torch.bfloat16 if precision_of(config.run.precision, device) == "bf16" else None
-    return model.to(device, DTYPES[config.run.precision], compute)
-
-
-def precision_of(asked: str, device: torch.device) -> str:
-    """What "auto" is on this device: the fastest precision that costs no accuracy (docs/performance.md)."""
-    if asked != "auto":
-        return asked
-    return "bf16" if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
-
-
-def arithmetic(precision: str, device: torch.device) -> None:
-    """How a GPU multiplies is a setting of the whole process."""
-    precision = precision_of(precision, device)
-    if device.type != "cuda":
-        if precision in ("tf32", "bf16"):
-            raise InputError(f"run.precision={precision} needs a GPU: use fp32, or --device cuda")
-        return
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision in ("tf32", "bf16")
-
-
-def check(config: Config, federation: Federation, method: Method) -> None:
-    """Refuse settings that do not fit the data or the method."""
-    clients = len(federation.clients)
-    if method.parts.own_step and config.train.momentum:
-        raise InputError(
-            f"{config.method_name} has its own step, without momentum: set train.momentum=0, for it alone in "
-            f"[methods.{config.method_name}] of a TOML file"
-        )
-    if config.train.cohort > clients:
-        raise InputError(f"train.cohort={config.train.cohort} but there are {clients} clients: lower it")
-    if not method.parts.distils or not config.distill.steps:
-        return
-    if config.distill.data in (config.data.name, config.data.root):
-        raise InputError(f"distill.data={config.distill.data} holds the clients' own images: choose other public data")
-    if config.distill.guard == "clients" and not any(len(c.val) for c in federation.clients):
-        raise InputError("distill.guard=clients needs validation data at a client: raise data.val, or use guard=none")
-    if config.distill.guard == "server" and not len(federation.server_val):
-        raise InputError("distill.guard=server needs labelled data at the server: set data.server_val, such as 0.05")
-
-
-def public_chunks(
-    config: Config, federation: Federation, method: Method, device: torch.device, dtype: torch.dtype
-) -> Sequence[Tensor]:
-    if not method.parts.distils or config.distill.steps == 0:
-        return []
-    own, size = config.distill.data == VALIDATION, federation.images.shape[-1]
-    images = federation.take(federation.val) if own else public_images(config.distill.data, size, config.data.root)
-    if images is None:
-        raise InputError("distillation needs public images: set distill.data, or --set distill.steps=0")
-    if images.shape[2:] != federation.images.shape[2:]:
-        raise InputError(
-            f"public images are {tuple(images.shape[2:])} pixels and the clients' {tuple(federation.images.shape[2:])}"
-        )
-    if len(images) < 2 or config.distill.size == 1:
-        raise InputError("distillation needs at least two public images: batch norm cannot normalise one")
-    chunks = torch.stack(chunks_of(len(images), config.distill, config.data.seed)).to(device)
-    return Chunks(federation, images.to(device), chunks, dtype)
-
-
-def _backbone(
-    config: Config, federation: Federation, held: Path | None, say: Say, pretrain: Callable[[Simulation], None]
-) -> ResNet:
-    """The pretrained network, with the report of what its weights gave."""
-    source = str(held) if held else config.model.weights
-    if source == "fedavg":
-        return _pretrained(config, federation, say, pretrain)
-    net, report = build_backbone(config.model.backbone, len(federation.classes), source, config.run.seed)
-    for line in report.lines() if report and not held else []:
-        say(line)
-    return net
-
-
-def _pretrained(config: Config, federation: Federation, say: Say, pretrain: Callable[[Simulation], None]) -> ResNet:
-    """FedAvg from scratch on the clients' own data (as one of the paper's initialisations), with streams of its own."""
-    start = pretraining(config)
-    say(f"pretraining {config.model.backbone} with {start.train.rounds} rounds of FedAvg on the clients' data")
-    sim = prepare(start, federation=federation)
-    pretrain(sim)
-    net, _ = build_backbone(config.model.backbone, len(federation.classes), "random", config.run.seed)
-    found = {n: t[0].cpu() for held in (sim.now.broadcast.params, sim.now.broadcast.buffers) for n, t in held.items()}
-    load_into(net, {n: t.float() for n, t in found.items()}, "fedavg")
-    return net
-
-
-def pretraining(config: Config) -> Config:
-    """The FedAvg run that a run with model.weights=fedavg starts from. It does not depend on the run's own method and
-    learning rate, so that the methods of a comparison start alike."""
-    rounds = config.model.pretrain_rounds
-    seed = key_of(config.run.seed, "pretrain") & (2**63 - 1)
-    return replace(
-        config,
-        model=replace(config.model, weights="random"),
-        method={"name": "fedavg"},
-        train=replace(config.train, rounds=rounds, lr=config.model.pretrain_lr),
-        run=replace(config.run, seed=seed, eval_every=rounds),
-    )
+    def fit_lanes(self) -> str:
+        """Chooses how many lanes train at once by the memory there is; returns a line that says so."""
+        asked, device, batch = self.options.lanes, self.device, self.train.batch
+        height, width = self.federation.images.shape[-2:]
+        each = bytes_per_lane(self.model, (int(height), int(width)), batch)
+        lanes, free = self.method.parts.copies * (self.train.cohort or len(self.clients)), free_memory(device)
+        fit = self.model.room = int(0.9 * free / each)
+        if fit < 1:
+            raise InputError(
+                f"one lane takes about {each / 2**30:.1f} GiB and {device.type} has {free / 2**30:.1f} free: lower "
+                "Train.batch, or take a machine with more memory"
+            )
+        chosen = min(asked or lanes, lanes)
+        if not asked and fit < lanes:
+            chosen = fit
+        if isinstance(self.cohort, LocalCohort):
+            self.cohort.lanes = chosen if chosen < lanes else 0
+        named = "1 lane" if chosen == 1 else f"{chosen} lanes"
+        named += f" at once in {precision_of(self.options.precision, device)}"
+        what = f"{named}, about {chosen * each / 2**30:.1f} GiB of {free / 2**30:.1f} free"
+        return what + (f"; {lanes} lanes take turns" if chosen < lanes else "")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from .errors import InputError
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -40,3 +42,27 @@ def free_memory(device: torch.device) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):  # not Linux
         return 1 << 62
+
+
+def device_of(name: str) -> torch.device:
+    """Returns the device of a name: `auto` is a GPU where there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("RunOptions.device=cuda: torch sees no CUDA device here; use --device cpu or auto")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def precision_of(asked: str, device: torch.device) -> str:
+    """Returns what `auto` is on a device: the fastest precision that costs no accuracy (docs/performance.md)."""
+    if asked != "auto":
+        return asked
+    return "bf16" if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
+
+
+def arithmetic(precision: str, device: torch.device) -> None:
+    """Sets how a GPU multiplies, for the whole process."""
+    precision = precision_of(precision, device)
+    if device.type != "cuda":
+        if precision in ("tf32", "bf16"):
+            raise InputError(f"RunOptions.precision={precision} needs a GPU: use fp32, or --device cuda")
+        return
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision in ("tf32", "bf16")

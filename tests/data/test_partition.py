@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perada.cli.tables import unlikeness
 from perada.data import DataOptions
 from perada.data.partition import dirichlet_counts, feed, follow, iid_counts, largest_remainder, shard_counts
 from perada.data.split import split
 from perada.errors import InputError
 from perada.lanes import rng_of
+from perada.report.facts import unlikeness
 
 from .parts import counts_of, off, source_of
 

@@ -18,20 +18,21 @@ from torch import Tensor
 
 from perada import data
 from perada.cli import main as cli
+from perada.config import build
 from perada.data import DataOptions, Federation, Source, build_federation
 from perada.data.augment import AUGMENT
 from perada.data.batches import ClientBatches
 from perada.data.digits import digits
 from perada.errors import InputError
-from perada.experiment import Simulation, prepare
+from perada.experiment import Experiment
 
 CPU = torch.device("cpu")
 
 
-def trained(**set: Any) -> Simulation:
+def trained(**set: Any) -> Experiment:
     """One round of three clients in four, without evaluation and distillation."""
-    sim = prepare(small(**{"train__cohort": 3, "distill__steps": 0, **set}))
-    sim.step()
+    sim = build(small(**{"train__cohort": 3, "distill__steps": 0, **set}))
+    sim.round()
     return sim
 
 
@@ -57,7 +58,7 @@ def test_streaming_changes_nothing(kind: dict[str, Any]) -> None:
     assert len(steps) > 1, "ragged"
     assert_same_tensors(everything(here), everything(there))
     assert here.now.last == there.now.last
-    now, start = everything(here), everything(prepare(small(**kind)))
+    now, start = everything(here), everything(build(small(**kind)))
     assert any(not torch.equal(now[n], start[n]) for n in now if n.startswith("broadcast/"))
 
 
@@ -265,16 +266,16 @@ def test_only_training_images_are_augmented(monkeypatch: pytest.MonkeyPatch) -> 
         return call(self, step, lanes)
 
     monkeypatch.setattr(ClientBatches, "__call__", count)
-    sim, plain = (prepare(small(data__augment=kind)) for kind in ("flip", "none"))
+    sim, plain = (build(small(data__augment=kind)) for kind in ("flip", "none"))
     assert sim.evaluate()["local_test"] == plain.evaluate()["local_test"]
     assert all(torch.equal(a, b) for a, b in zip(sim.public, plain.public, strict=True))
     assert seen == []
-    sim.step()
+    sim.round()
     sim.evaluate()
     assert sim.now.last["distill"]["guard_steps"]
     assert seen == asked
     assert sum(seen) > 0
-    plain.step()
+    plain.round()
     assert not torch.equal(everything(sim)["broadcast/fc.weight"], everything(plain)["broadcast/fc.weight"])
 
 

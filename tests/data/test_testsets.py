@@ -237,8 +237,8 @@ def test_a_runs_summary_has_the_shifted_scores_of_personal_and_global_models(tmp
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["shifted"]["per_client"] == pytest.approx(wanted)
     assert summary["shifted"]["mean"] == pytest.approx(np.mean(list(wanted.values())))
-    broadcast: State = run.simulation.now.broadcast
-    net = run.simulation.model.plain(broadcast)
+    broadcast: State = run.experiment.now.broadcast
+    net = run.experiment.model.plain(broadcast)
     shared = np.mean([accuracy(net, x, targets) for x in copies])
     assert summary["global_model"]["shifted"] == pytest.approx(shared)
     assert len({*wanted.values(), shared}) > 1

@@ -25,12 +25,11 @@ from small import tree
 
 import perada
 from perada.cli import main as cli
-from perada.config import resolve
+from perada.config import build, resolve
 from perada.data import download
 from perada.data.chexpert import DISEASES
 from perada.data.cifar import CIFAR10_CLASSES
 from perada.data.download import Entry, Remote
-from perada.experiment import prepare
 
 from .test_own_data import refused
 
@@ -348,8 +347,8 @@ def test_the_cifar10_preset_from_files_to_a_run(tmp_path: Path, capsys: pytest.C
     assert f.images.shape == (48, 3, 32, 32)
     assert sorted(f.test.tolist()) == list(range(40, 48)), "the official test batch"
     assert sum(len(c.val) for c in f.clients) == 4
-    assert len(prepare(run.config).public) == 3
-    assert run.simulation.public == [], "a finished run needs none"
+    assert len(build(run.config).public) == 3
+    assert run.experiment.public == [], "a finished run needs none"
     np.save(root / "cifar10.1_v6_data.npy", NOISE.integers(0, 256, (10, 32, 32, 3), np.uint8))
     np.save(root / "cifar10.1_v6_labels.npy", np.arange(10, dtype=np.int32))
     found = strict(said(capsys, "evaluate", str(run.path), "--on", "cifar10.1,fog:3", "--json"))
@@ -361,7 +360,7 @@ def test_the_office_home_preset_from_files_to_a_run(tmp_path: Path, capsys: pyte
     run = trained("office-home", cifar10(office(tmp_path / "files")), tmp_path, capsys, data__size=16)
     assert run.clients == ("Art", "Clipart", "Product", "Real World")
     assert run.federation.classes == ("Alarm_Clock", "Bed", "Mug")
-    assert prepare(run.config).public[0].shape[1:] == (3, 16, 16), "CIFAR-10 at the clients' size"
+    assert build(run.config).public[0].shape[1:] == (3, 16, 16), "CIFAR-10 at the clients' size"
 
 
 def test_the_chexpert_preset_from_files_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

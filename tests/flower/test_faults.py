@@ -16,7 +16,7 @@ from small import adapters
 
 from flower.wire import SITES, MemoryGrid, make_world, run
 from perada.errors import InputError, RunError
-from perada.flower import link, server
+from perada.flower import cohort, link
 from perada.flower.app import serve
 from perada.flower.messages import flat
 from perada.runs.folder import RunFolder
@@ -381,7 +381,7 @@ def test_whatever_a_reply_breaks_in_the_server_is_the_sites_fault(
 ) -> None:
     """North's, which is read second: an upload, and an answer to the guard."""
     world = make_world(tmp_path, **{**EVERYBODY, "train__rounds": 1})
-    real, calls = getattr(server, reader), []
+    real, calls = getattr(cohort, reader), []
 
     def broken(*words: Any) -> Any:
         calls.append(reader)
@@ -389,7 +389,7 @@ def test_whatever_a_reply_breaks_in_the_server_is_the_sites_fault(
             raise IndexError("list index out of range")
         return real(*words)
 
-    monkeypatch.setattr(server, reader, broken)
+    monkeypatch.setattr(cohort, reader, broken)
     path, _ = run(world)
     refused = [(e["site"], e["detail"]) for e in events(path) if e["event"] == "refused"]
     assert refused == [("north", f"{kind}: it cannot be read (IndexError)")]

@@ -9,22 +9,23 @@ import pytest
 from helpers import assert_same_tensors
 
 from flower.wire import SITES, World, make_world, run
-from perada.experiment import Simulation, prepare
+from perada.config import build
+from perada.experiment import Experiment
 from perada.flower.messages import flat
 from perada.lanes import State
 from perada.methods import REGISTRY
 from perada.runs.folder import RunFolder
 
 
-def simulated(world: World) -> Simulation:
-    sim = prepare(world.simulated)
+def simulated(world: World) -> Experiment:
+    sim = build(world.simulated)
     for _ in range(world.settings.config.train.rounds):
-        sim.step()
+        sim.round()
     sim.finish()
     return sim
 
 
-def assert_same(world: World, path: Path, sim: Simulation) -> None:
+def assert_same(world: World, path: Path, sim: Experiment) -> None:
     """What the server holds and what every site keeps."""
     saved, _ = RunFolder(path).load()
     assert saved is not None
@@ -47,7 +48,9 @@ def test_every_method_equals_the_simulator(method: str, tmp_path: Path) -> None:
     path, _ = run(world)
     assert_same(world, path, sim)
     row = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()][-1]
-    wanted = sim.evaluate(("local", "val"))
+    row_of = sim.evaluate(("local", "val"))
+    assert row_of is not None
+    wanted = row_of.as_dict()
     assert row["local_test"]["per_client"] == pytest.approx(wanted["local_test"]["per_client"])
     assert row["local_val"]["per_client"] == pytest.approx(wanted["local_val"]["per_client"])
     for key in ("round", "bytes_up", "bytes_down", "distilled", "accepted", "distill"):
@@ -81,7 +84,7 @@ def test_sites_judge_a_student_of_no_steps_too(tmp_path: Path) -> None:
 def test_a_site_alone_holds_out_what_it_would_in_a_simulation(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     run(world)
-    everybody = prepare(world.simulated).federation
+    everybody = build(world.simulated).federation
     for m, name in enumerate(SITES):
         (work,) = world.site(name)._work.values()
         for part in ("train", "val", "test"):

@@ -18,8 +18,8 @@ from flower.test_faults import without_clock
 from flower.test_parity import assert_same, simulated
 from flower.wire import SITES, MemoryGrid, World, make_world
 from perada.client.trainer import Trainer
+from perada.config import build
 from perada.errors import InputError, RunError
-from perada.experiment import prepare
 from perada.flower import app
 from perada.flower.messages import flat
 from perada.flower.records import Diary
@@ -197,11 +197,11 @@ def test_a_run_that_continues_from_another_has_its_states(tmp_path: Path) -> Non
     with pytest.raises(Killed):  # and it is remembered when the server dies before its first round is saved
         app.serve(MemoryGrid(world), world.settings, "two", start="one", step=_kill("gathered", 0))
     two = app.serve(MemoryGrid(world), world.settings, "two", resume=True)
-    first, second = simulated(world), prepare(world.simulated)
+    first, second = simulated(world), build(world.simulated)
     now = first.now
     second.now = replace(second.now, server=now.server, broadcast=now.broadcast, kept=now.kept)
     for _ in range(2):
-        second.step()
+        second.round()
     assert_same(world, two, second)
     assert_same_tensors(kept(world, one), before)
     with pytest.raises(InputError, match="there is no run 'zero'"):
@@ -216,12 +216,12 @@ def test_a_run_continues_from_what_the_server_has_not_from_what_sites_did_since(
     two = app.serve(MemoryGrid(world), world.settings, "two", start="one")
     told = json.loads((two / "flower.json").read_text())
     assert told["start_round"] == 1
-    first, second = prepare(world.simulated), prepare(world.simulated)
-    first.step()
+    first, second = build(world.simulated), build(world.simulated)
+    first.round()
     now = first.now
     second.now = replace(second.now, server=now.server, broadcast=now.broadcast, kept=now.kept)
     for _ in range(2):
-        second.step()
+        second.round()
     assert_same(world, two, second)
 
 

@@ -13,28 +13,30 @@ from small import everything, small
 
 import perada.sweep.tune
 from perada import experiment as simulate
+from perada.config import build
 from perada.data import Federation
 from perada.errors import Interrupted
-from perada.experiment import Simulation, prepare
+from perada.experiment import Experiment
 from perada.lanes import Pool, bytes_per_lane, pool, replay, train
-from perada.sweep.compare import Comparison, compare, share_runs
+from perada.sweep import workers
+from perada.sweep.compare import Comparison, _trainer, compare
 from perada.sweep.tune import tune
 from perada.sweep.workers import share_lanes
 
 Runs = dict[str, dict[str, Any]]
 
 
-def sim_of(settings: dict[str, Any], federation: Federation | None = None) -> Simulation:
+def sim_of(settings: dict[str, Any], federation: Federation | None = None) -> Experiment:
     rounds = settings.pop("rounds", 2)
-    sim = prepare(small(run__precision="fp64", train__rounds=rounds, **settings), federation=federation)
+    sim = build(small(run__precision="fp64", train__rounds=rounds, **settings), federation=federation)
     settings["rounds"] = rounds
     return sim
 
 
-def together(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Simulation], list[int]]:
+def together(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Experiment], list[int]]:
     """All in one pool, over one federation; and how many jobs each loop that was run had."""
     federation = sim_of(next(iter(runs.values()))).federation
-    found: dict[str, Simulation] = {}
+    found: dict[str, Experiment] = {}
     sizes: list[int] = []
     real = pool._together
     monkeypatch.setattr(pool, "_together", lambda jobs, *rest: sizes.append(len(jobs)) or real(jobs, *rest))
@@ -43,7 +45,7 @@ def together(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Sim
         sim = sim_of(runs[name], federation)
         sim.model.pool = shared
         for _ in range(sim.config.train.rounds):
-            sim.step()
+            sim.round()
         found[name] = sim
 
     share_lanes(list(runs), len(runs), one, lambda name: None)
@@ -68,7 +70,7 @@ def test_together_as_alone(runs: Runs, recorded: bool, monkeypatch: pytest.Monke
     for name, settings in runs.items():
         sim = sim_of(settings)
         for _ in range(sim.config.train.rounds):
-            sim.step()
+            sim.round()
         wanted[name] = sim
     if recorded:
         monkeypatch.setattr(replay, "DEVICES", ("cpu",))
@@ -102,7 +104,7 @@ def test_other_frozen_weights_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(sizes) == {1}
     alone = sim_of(runs["seed 1"])
     for _ in range(2):
-        alone.step()
+        alone.round()
     assert_same_tensors(everything(found["seed 1"]), everything(alone))
 
 
@@ -134,12 +136,12 @@ def test_a_failure_stops_the_others_where_they_can_save() -> None:
     def work(name: str, shared: Pool) -> None:
         sim = sim_of({**SAME["seed 0"], "run__seed": int(name)}, federation)
         sim.model.pool = shared
-        sim.step()
+        sim.round()
         if name == "1":
             raise OSError("disk full")
         try:
             for _ in range(50):
-                sim.step()
+                sim.round()
         except KeyboardInterrupt:
             stopped.append(name)
             assert sim.now.round >= 1
@@ -176,7 +178,8 @@ def test_runs_of_a_comparison_in_one_pool(tmp_path: Path, monkeypatch: pytest.Mo
     left = [n for n in shared.names if not shared.finished(n)]
     assert len(left) == 2
     done: list[str] = []
-    share_runs(shared, left, 2, {}, alone.runs[0].federation, lambda text: None, done.append, lambda text: None)
+    train = _trainer(shared, {}, alone.runs[0].federation)
+    share_lanes(left, 2, lambda name, pool: train(name, lambda progress: None, print, pool), done.append)
     assert sorted(done) == sorted(left)
     for name in alone.names:
         a, b = ({k: r.summary[k] for k in ("local_test", "global_test", "bytes_up")} for r in (
@@ -192,15 +195,14 @@ def test_an_interrupt_saves_every_run(tmp_path: Path, monkeypatch: pytest.Monkey
         (tmp_path / "c" / "plan" / f"{name}.toml").write_text(text)
     seen: list[str] = []
 
-    def at(text: str) -> None:
-        seen.append(text)
+    def on_round(progress: Any) -> None:
+        seen.append(str(progress.round))
         if len(seen) == 5:
             raise KeyboardInterrupt
 
+    train = _trainer(found, {}, found.runs[0].federation)
     with pytest.raises(Interrupted):
-        share_runs(
-            found, ["fedavg-1", "fedavg-2"], 2, {}, found.runs[0].federation, at, lambda name: None, lambda text: None
-        )
+        share_lanes(["fedavg-1", "fedavg-2"], 2, lambda name, pool: train(name, on_round, print, pool), print)
     rounds = [len(list((tmp_path / "c" / n / "checkpoints").glob("round-*"))) for n in ("fedavg-1", "fedavg-2")]
     assert all(rounds)
 
@@ -210,11 +212,12 @@ def test_points_of_a_search_in_one_pool(tmp_path: Path, monkeypatch: pytest.Monk
     settings = {"train.rounds": 2, "train.epochs": 1, "run.precision": "fp64", "data.clients": 4, "train.cohort": 2}
     grid = {"train.lr": (0.01, 0.05), "method.lam": (0.1, 1.0)}
     alone = tune("digits", methods="perada-no-kd", set=settings, grid=grid, out=tmp_path / "alone")
-    monkeypatch.setattr(perada.sweep.tune, "jobs_for", lambda runs, device: 3)
+    monkeypatch.setattr(workers, "jobs_for", lambda runs, device: 3)
     seen: list[int] = []
     monkeypatch.setattr(
-        perada.sweep.tune, "share_lanes", lambda names, *rest: seen.append(len(names)) or share_lanes(names, *rest)
+        workers, "share_lanes", lambda names, *rest: seen.append(len(names)) or share_lanes(names, *rest)
     )
+    monkeypatch.setattr(workers, "shares", lambda device: True)
     monkeypatch.setattr(perada.sweep.tune, "shares", lambda device: True)
     shared = tune("digits", methods="perada-no-kd", set=settings, grid=grid, out=tmp_path / "shared")
     assert seen == [4]

@@ -10,8 +10,9 @@ import torch
 from helpers import assert_close_norm, assert_same_tensors
 from small import everything, small
 
+from perada.config import build
 from perada.data.public import Chunks
-from perada.experiment import Simulation, prepare
+from perada.experiment import Experiment
 from perada.lanes import Batch, Pull, Result, conv, fast, fold, key_of, mean, replay, sgd
 from perada.lanes.state import State, flattened
 
@@ -27,10 +28,10 @@ CASES = {
 }
 
 
-def trained(method: str, rounds: int = 3) -> Simulation:
-    sim = prepare(small(method__name=method, run__precision="fp64", train__cohort=3, **CASES[method]))
+def trained(method: str, rounds: int = 3) -> Experiment:
+    sim = build(small(method__name=method, run__precision="fp64", train__cohort=3, **CASES[method]))
     for _ in range(rounds):
-        sim.step()
+        sim.round()
     return sim
 
 
@@ -76,9 +77,9 @@ def test_the_whole_fast_path_in_triton_s_interpreter(method: str, monkeypatch: p
         **KERNELS[method],
     }
 
-    def one_round() -> Simulation:
-        sim = prepare(small(method__name=method, **settings))
-        sim.step()
+    def one_round() -> Experiment:
+        sim = build(small(method__name=method, **settings))
+        sim.round()
         return sim
 
     wanted = everything(one_round())
@@ -161,7 +162,7 @@ def test_lanes_in_fewer_slots_than_there_are_train_the_same(monkeypatch: pytest.
 def test_lanes_that_take_turns_train_as_if_alone(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = trained("perada-no-kd")
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
-    sim = prepare(
+    sim = build(
         small(
             method__name="perada-no-kd",
             run__precision="fp64",
@@ -171,7 +172,7 @@ def test_lanes_that_take_turns_train_as_if_alone(slots: int, monkeypatch: pytest
         )
     )
     for _ in range(3):
-        sim.step()
+        sim.round()
     assert all(len(r.run.finite) == slots for r in sim.model.__dict__["replays"].values())
     other = everything(wanted)
     for name, tensor in everything(sim).items():
@@ -184,7 +185,7 @@ def test_the_next_round_does_not_change_what_the_last_one_gave(monkeypatch: pyte
     sim = trained("perada-no-kd", 1)
     before = {n: t.clone() for n, t in everything(sim).items()}
     held = sim.now
-    sim.step()
+    sim.round()
     after = {"server": held.server, "broadcast": held.broadcast, "kept": held.kept}
     now = {f"{who}/{n}": t for who, s in after.items() for n, t in {**s.params, **s.buffers}.items()}
     assert_same_tensors(now, before)
@@ -204,16 +205,16 @@ def test_flattened_states_are_views_of_two_tensors() -> None:
 
 def test_streamed_batches_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
-    sim = prepare(small(method__name="fedavg", data__resident="no"))
-    sim.step()
+    sim = build(small(method__name="fedavg", data__resident="no"))
+    sim.round()
     assert not sim.model.__dict__.get("replays")
 
 
 def test_public_images_kept_behind_the_first_layer_distil_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """And so do steps of distillation that could be recorded."""
 
-    def distilled(stems: bool) -> Simulation:
-        sim = prepare(small(method__name="perada", run__precision="fp64", distill__guard="none"))
+    def distilled(stems: bool) -> Experiment:
+        sim = build(small(method__name="perada", run__precision="fp64", distill__guard="none"))
         assert isinstance(sim.public, Chunks)
         if stems:
             sim.public.keep_stems(sim.model, 0)
@@ -221,7 +222,7 @@ def test_public_images_kept_behind_the_first_layer_distil_the_same(monkeypatch: 
             sim.public.keep_stems(sim.model, 1 << 30)
             assert sim.public.stems is not None
             assert sim.public[0].shape[1] == 16
-        sim.step()
+        sim.round()
         return sim
 
     wanted = distilled(stems=False)
@@ -248,8 +249,8 @@ def test_a_recorded_step_of_distillation_reads_nothing_back(monkeypatch: pytest.
 
     monkeypatch.setattr(replay.Replay, "_one", one)
     more = {"distill__pull": 0.5, "distill__weight_decay": 0.1}
-    sim = prepare(small(method__name="perada", run__precision="fp64", **more))
-    sim.step()
+    sim = build(small(method__name="perada", run__precision="fp64", **more))
+    sim.round()
     assert sim.now.last["distill"]["kl_last"] > 0
 
 
@@ -257,14 +258,14 @@ def test_only_the_last_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     """A pool whose runs come and go would otherwise fill the memory."""
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
     monkeypatch.setattr(replay, "KEPT", 2)
-    sim = prepare(small(method__name="fedrep", run__precision="fp64", train__cohort=3))
-    sim.step()
+    sim = build(small(method__name="fedrep", run__precision="fp64", train__cohort=3))
+    sim.round()
     first = list(sim.model.__dict__["replays"].values())
     assert len(first) == 2
-    sim.step()
+    sim.round()
     assert list(sim.model.__dict__["replays"].values()) == first, "the same two, in the same order of use"
     sim.lanes = 2
-    sim.step()
+    sim.round()
     assert len(sim.model.__dict__["replays"]) == 2
     assert not set(map(id, sim.model.__dict__["replays"].values())) & set(map(id, first))
 
@@ -278,9 +279,9 @@ def test_pull_and_weight_decay_of_a_recorded_distillation(kernels: bool, monkeyp
     held = {"distill__pull": 0.5, "distill__weight_decay": 0.1}
 
     def distilled(**more: float) -> dict[str, torch.Tensor]:
-        sim = prepare(small(method__name="perada", run__precision="fp64", **settings, **more))
+        sim = build(small(method__name="perada", run__precision="fp64", **settings, **more))
         for _ in range(2):
-            sim.step()
+            sim.round()
         assert bool(sim.model.__dict__.get("replays")) == ("cpu" in replay.DEVICES)
         return everything(sim)
 
@@ -298,12 +299,12 @@ def test_pull_and_weight_decay_of_a_recorded_distillation(kernels: bool, monkeyp
 def test_recorded_distillation_goes_on_through_the_chunks_from_round_to_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps a round over eight chunks: three rounds use six of them, in one recording."""
 
-    def run() -> Simulation:
+    def run() -> Experiment:
         few = {"distill__steps": 2, "distill__size": 128, "distill__guard": "none", "run__precision": "fp64"}
-        sim = prepare(small(method__name="perada", **few))
+        sim = build(small(method__name="perada", **few))
         assert len(sim.public) == 8
         for _ in range(3):
-            sim.step()
+            sim.round()
         return sim
 
     wanted = everything(run())

@@ -23,9 +23,10 @@ import perada.methods
 from perada.cli import main as cli
 from perada.client.scores import logits_on
 from perada.client.trainer import Train, Trainer
+from perada.config import build
 from perada.data import Client, Federation
 from perada.errors import InputError
-from perada.experiment import Simulation, prepare
+from perada.experiment import Experiment
 from perada.lanes import State, gather
 from perada.methods import REGISTRY, method_sizes
 from perada.methods.fedavg_ft import FedAvgFT
@@ -132,9 +133,9 @@ KEEP = [n for n in REGISTRY if n not in ("fedavg", "fedprox", "feddf", "fedavg-f
 def test_nothing_a_client_keeps_is_in_its_upload(name: str) -> None:
     """Neither the memory nor, byte for byte, a tensor of any client's, under whatever name. (mtl sends its
     personal models, by definition; those left out here keep nothing.)"""
-    sim = prepare(small(method__name=name, train__cohort=3, distill__steps=0, **FAST))
-    sim.step()
-    clients = sim.cohort(0)
+    sim = build(small(method__name=name, train__cohort=3, distill__steps=0, **FAST))
+    sim.round()
+    clients = sim.sampled(0)
     upload, kept = sim.method.client_update(sim.trainer(clients), sim.now.broadcast, gather(sim.now.kept, clients))
     secrets = secrets_of(name, kept)
     assert secrets
@@ -151,7 +152,7 @@ def test_nothing_a_client_keeps_is_in_its_upload(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ditto", "apfl", "pfedme"])
 def test_an_upload_does_not_depend_on_the_personal_model(name: str) -> None:
-    sim = prepare(small(method__name=name, **FAST))
+    sim = build(small(method__name=name, **FAST))
     other = State({n: p if n.startswith(("w/", "own/")) else p * 1.5 + 0.1 for n, p in sim.now.kept.params.items()})
     other = State(other.params, {n: b if n.startswith("w/") else b * 1.5 for n, b in sim.now.kept.buffers.items()})
     sent = []
@@ -176,9 +177,9 @@ def test_no_two_methods_do_the_same() -> None:
     logits: dict[str, Tensor] = {}
     broadcast: dict[str, State] = {}
     for name in REGISTRY:
-        sim = prepare(small(method__name=name, distill__guard="none", distill__steps=1, train__epochs=2, **FAST))
+        sim = build(small(method__name=name, distill__guard="none", distill__steps=1, train__epochs=2, **FAST))
         for _ in range(2):
-            sim.step()
+            sim.round()
         sim.finish()
         found = logits_on(sim.model, sim.personal(), sim.federation, sim.federation.test)
         logits[name] = found.expand(4, *found.shape[1:])
@@ -237,9 +238,9 @@ def test_momentum_is_refused_where_a_method_has_a_step_of_its_own(name: str) -> 
     config = small(method__name=name, train__momentum=0.9, distill__steps=0)
     if name in ("pfedme", "apfl"):
         with pytest.raises(InputError, match=r"train\.momentum=0"):
-            prepare(config)
+            build(config)
     else:
-        assert prepare(config).config.train.momentum == 0.9
+        assert build(config).config.train.momentum == 0.9
 
 
 BAD = [
@@ -328,20 +329,20 @@ def test_fine_tuning_is_done_once_and_the_last_evaluation_follows_it(tmp_path: P
     assert last["local_test"] != wanted["local_test"]
     again = perada.load(run.path, device="cpu")
     assert again.evaluate(["local"])["local_test"].as_dict() == last["local_test"] == again.summary["local_test"]
-    w = run.simulation.now.broadcast
+    w = run.experiment.now.broadcast
     assert last["bytes_down"] - wanted["bytes_down"] == 4 * w.bytes_per_lane()  # w goes to every client once more
     assert last["bytes_up"] == wanted["bytes_up"]
     tuned = [again.state(c).params["fc.weight"] for c in again.clients]
     assert all(not torch.equal(a, b) for a, b in itertools.combinations([*tuned, w.params["fc.weight"]], 2))
     assert len(adapters(run.path)) == len(adapters(fedavg.path)) + 4
-    assert torch.equal(w.params["fc.weight"], fedavg.simulation.now.broadcast.params["fc.weight"])
+    assert torch.equal(w.params["fc.weight"], fedavg.experiment.now.broadcast.params["fc.weight"])
 
 
 def interrupt_in(name: str) -> Callable[..., Any]:
-    """`Simulation.name` that stops the run when it is called after the last round."""
-    plain = getattr(Simulation, name)
+    """`Experiment.name` that stops the run when it is called after the last round."""
+    plain = getattr(Experiment, name)
 
-    def stop(self: Simulation, *args: Any) -> Any:
+    def stop(self: Experiment, *args: Any) -> Any:
         if self.now.round == 2:
             raise KeyboardInterrupt
         return plain(self, *args)
@@ -362,7 +363,7 @@ def test_stopped_around_the_fine_tuning_a_run_ends_in_the_same_bytes(
     out = tmp_path / "stopped"
     with monkeypatch.context() as patch:
         if where != "report":
-            patch.setattr(Simulation, where, interrupt_in(where))
+            patch.setattr(Experiment, where, interrupt_in(where))
         with pytest.raises(KeyboardInterrupt):
             train(out, on_round=report)
     assert len(rows(out)) == (2 if where == "report" else 1)

@@ -15,8 +15,9 @@ from small import pixel_federation, pixel_model, small, weights_of
 from torch import Tensor, nn
 
 import perada
+from perada.config import build
 from perada.data.batches import ClientBatches, steps_of
-from perada.experiment import Simulation, prepare
+from perada.experiment import Experiment
 from perada.lanes import State, gather, part
 from perada.methods import REGISTRY, Method
 from perada.methods.apfl import APFL
@@ -70,7 +71,7 @@ def gap(a: State, b: State) -> float:
 class Log:
     """What every round of a run left behind."""
 
-    sim: Simulation
+    sim: Experiment
     cohorts: list[list[int]]
     uploads: list[State]
     broadcasts: list[State]
@@ -81,25 +82,25 @@ Told = Callable[[Method], Log]
 
 
 @pytest.fixture(scope="module")
-def ready() -> Simulation:
+def ready() -> Experiment:
     """Data and full model; methods are put into simulations of their own."""
-    return prepare(small(method__name="fedavg", **SETTINGS))
+    return build(small(method__name="fedavg", **SETTINGS))
 
 
 @pytest.fixture(scope="module")
-def told(ready: Simulation) -> Told:
+def told(ready: Experiment) -> Told:
     """Three rounds of a method, remembered: the oracles are asked for often."""
-    return lru_cache(lambda method: recorded(Simulation(ready.config, ready.federation, ready.model, method, [])))
+    return lru_cache(lambda method: recorded(Experiment(ready.config, ready.federation, ready.model, method, [])))
 
 
-def recorded(sim: Simulation) -> Log:
+def recorded(sim: Experiment) -> Log:
     """Rounds as the simulator runs them; the uploads are picked up where it checks them."""
     log = Log(sim, [], [], [], [])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("perada.experiment.check_upload", lambda method, model, upload: log.uploads.append(upload))
+        patch.setattr("perada.client.cohort.check_upload", lambda method, model, upload: log.uploads.append(upload))
         for _ in range(ROUNDS):
-            log.cohorts.append(sim.cohort(sim.now.round))
-            sim.step()
+            log.cohorts.append(sim.sampled(sim.now.round))
+            sim.round()
             log.broadcasts.append(sim.now.broadcast)
             log.personal.append(sim.personal())
     return log
@@ -193,13 +194,13 @@ def test_pfedme_that_mixes_nothing_in_leaves_w_as_it_was(told: Told) -> None:
         assert_same_tensors(w.params, start.params)
 
 
-def test_pfedmes_beta_is_the_share_of_the_mean(ready: Simulation) -> None:
+def test_pfedmes_beta_is_the_share_of_the_mean(ready: Experiment) -> None:
     """After one round from the same w: w(β) − w = β (w(1) − w), beyond 1 too."""
     found = {}
     for beta in (1.0, 0.25, 1.5):
-        sim = Simulation(ready.config, ready.federation, ready.model, PFedMe(inner_steps=1, beta=beta), [])
+        sim = Experiment(ready.config, ready.federation, ready.model, PFedMe(inner_steps=1, beta=beta), [])
         start = sim.now.broadcast.params
-        sim.step()
+        sim.round()
         found[beta] = sim.now.broadcast.params
         for name, p in start.items():
             assert_close_norm(found[beta][name], p + beta * (found[1.0][name] - p), 1e-9, name)
@@ -229,12 +230,12 @@ def test_lg_fedavg_communicates_the_head_alone(told: Told) -> None:
     assert_same_tensors(after.buffers, before.buffers)
 
 
-def test_fedbn_without_batch_norms_is_fedavg(ready: Simulation) -> None:
+def test_fedbn_without_batch_norms_is_fedavg(ready: Experiment) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(36, 10))
     model = perada.adapt(plain, adapter=None, trained="full").to("cpu", torch.float64)
     assert model.group("batch_norm").params == model.group("batch_norm").buffers == frozenset()
-    runs = [recorded(Simulation(ready.config, ready.federation, model, m, [])) for m in (FedBN(), FedAvg())]
+    runs = [recorded(Experiment(ready.config, ready.federation, model, m, [])) for m in (FedBN(), FedAvg())]
     for r in range(ROUNDS):
         assert_close_states(runs[0].uploads[r], runs[1].uploads[r])
         assert_close_states(runs[0].personal[r], runs[1].personal[r])
@@ -248,8 +249,8 @@ def test_fedbn_with_them_is_not(told: Told) -> None:
 
 
 def test_perada_that_does_not_distil_is_perada_without_kd() -> None:
-    found, wanted = (recorded(prepare(small(method__name=m, **SETTINGS))) for m in ("perada", "perada-no-kd"))
-    distilled = recorded(prepare(small(method__name="perada", **{**SETTINGS, "distill__steps": 1})))
+    found, wanted = (recorded(build(small(method__name=m, **SETTINGS))) for m in ("perada", "perada-no-kd"))
+    distilled = recorded(build(small(method__name="perada", **{**SETTINGS, "distill__steps": 1})))
     for r in range(ROUNDS):
         assert_close_states(found.uploads[r], wanted.uploads[r])
         assert_close_states(found.broadcasts[r], wanted.broadcasts[r])
@@ -261,9 +262,9 @@ def test_fine_tuning_at_the_end_is_torchs_own_sgd_from_w(told: Told) -> None:
     """Every client, sampled or not, on a plain network with torch's batch norm and optimiser."""
     ready = told(FedAvg()).sim
     method = FedAvgFT(personal_epochs=3, personal_lr=0.05)
-    sim = Simulation(ready.config, ready.federation, ready.model, method, [])
+    sim = Experiment(ready.config, ready.federation, ready.model, method, [])
     for _ in range(ROUNDS):
-        sim.step()
+        sim.round()
     w = sim.now.broadcast
     assert_close_states(sim.personal(), told(FedAvg()).broadcasts[-1])
     sim.finish()
@@ -282,7 +283,7 @@ def test_fine_tuning_at_the_end_is_torchs_own_sgd_from_w(told: Told) -> None:
             batch = batches(step, torch.tensor([0]))
             optimiser.zero_grad()
             nn.functional.cross_entropy(net(batch.images), batch.targets[0]).backward()
-            optimiser.step()
+            optimiser.round()
         wanted = State(*({n: held[n].detach()[None] for n in names} for names in (w.params, w.buffers)))
         assert_close_states(gather(sim.personal(), [m]), wanted)
         assert gap(w, wanted) > 0.01
@@ -296,8 +297,8 @@ def test_a_folded_cohort_is_its_clients_one_at_a_time(name: str) -> None:
     """After a round of all, so that what clients keep differs: the same numbers whoever trains beside a client,
     and however many lanes are trained at once."""
     settings = {**SETTINGS, "train__epochs": 1, "train__cohort": 0}
-    sim = prepare(small(method__name=name, **settings))
-    sim.step()
+    sim = build(small(method__name=name, **settings))
+    sim.round()
     assert len({len(c.train) for c in sim.federation.clients[:3]}) > 1
     stages = [sim.method.client_update]
     if hasattr(sim.method, "finish"):
@@ -322,19 +323,19 @@ def quadratic(logits: Tensor, targets: Tensor) -> Tensor:
     return (logits[..., 0] - targets.to(logits)) ** 2 / 2
 
 
-def quadratics(monkeypatch: pytest.MonkeyPatch, method: Method, *clients: tuple[int, int], **set: Any) -> Simulation:
+def quadratics(monkeypatch: pytest.MonkeyPatch, method: Method, *clients: tuple[int, int], **set: Any) -> Experiment:
     """Clients (x, y), each with that sample twice, at w = 1."""
     monkeypatch.setattr("perada.client.trainer.sample_loss", quadratic)
     pixels = pixel_federation(*[[(85 * x, y)] * 2 for x, y in clients])
     settings = {"train__epochs": 2, "train__batch": 2, "train__lr": 0.1, "train__cohort": 0, "method__name": "fedavg"}
     config = small(run__precision="fp64", **{**settings, **set})
-    return Simulation(config, dataclasses.replace(pixels, std=(1 / 3,)), pixel_model(1.0), method, [])
+    return Experiment(config, dataclasses.replace(pixels, std=(1 / 3,)), pixel_model(1.0), method, [])
 
 
 A, B, C = (1, 0), (2, 6), (3, -3)  # ∇L: w, 4w − 12, 9w + 9; minima 0, 3, −1; the sums' 2.4 (A, B) and 3/14 (all)
 
 
-def held(sim: Simulation) -> tuple[list[float], float, float]:
+def held(sim: Experiment) -> tuple[list[float], float, float]:
     """(g of every client, h, w)."""
     h, w = (weights_of(part(sim.now.server, key))[0][0] for key in ("h", "w"))
     assert weights_of(sim.now.broadcast) == [[w]]
@@ -354,7 +355,7 @@ def test_two_rounds_of_feddyn_with_pen_and_paper(monkeypatch: pytest.MonkeyPatch
     """
     sim = quadratics(monkeypatch, FedDyn(alpha=0.5), A, B)
     for wanted in (([0.0925, -0.62], -0.26375, 2.055), ([0.27403125, -0.8649], -0.295434375, 2.7092375)):
-        sim.step()
+        sim.round()
         g, h, w = held(sim)
         assert g == pytest.approx(wanted[0], abs=1e-12)
         assert (h, w) == pytest.approx(wanted[1:], abs=1e-12)
@@ -364,8 +365,8 @@ def test_a_round_of_feddyn_with_one_client_of_two(monkeypatch: pytest.MonkeyPatc
     """h moves by α/M, M being all clients: −¼ (θ − 1), so w = θ + ½ (θ − 1), with θ as in round 1 above; the
     other client's g stays."""
     sim = quadratics(monkeypatch, FedDyn(alpha=0.5), A, B, train__cohort=1)
-    (m,) = sim.cohort(0)
-    sim.step()
+    (m,) = sim.sampled(0)
+    sim.round()
     theta = (0.815, 2.24)[m]
     wanted = [-0.5 * (theta - 1) if k == m else 0.0 for k in (0, 1)]
     g, h, w = held(sim)
@@ -382,13 +383,13 @@ def test_feddyn_finds_the_minimum_of_the_sum_and_fedavg_does_not(
     settings = {"train__epochs": 5, "train__cohort": cohort}
     sim = quadratics(monkeypatch, FedDyn(alpha=4.0), A, B, C, **settings)
     for _ in range(rounds):
-        sim.step()
+        sim.round()
     assert abs(held(sim)[2] - 3 / 14) < 1e-6
     assert held(sim)[0] == pytest.approx([3 / 14, 4 * 3 / 14 - 12, 9 * 3 / 14 + 9], abs=1e-4)  # g_m = ∇L_m
     if cohort == 0:
         other = quadratics(monkeypatch, FedAvg(), A, B, C, **settings)
         for _ in range(60):
-            other.step()
+            other.round()
         moves = [1 - (1 - 0.1 * x * x) ** 5 for x, _ in (A, B, C)]
         rest = sum(c * y / x for c, (x, y) in zip(moves, (A, B, C), strict=True)) / sum(moves)
         assert abs(weights_of(other.now.broadcast)[0][0] - rest) < 1e-9

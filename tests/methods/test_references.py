@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from perada.experiment import Simulation
+from perada.experiment import Experiment
 from perada.methods import REGISTRY
 
 from . import reference as ref
@@ -51,7 +51,7 @@ class Case:
         words = [f"{k}={v}" for k, v in {**self.settings, **self.run}.items()]
         return " ".join([self.method, *words])
 
-    def simulation(self) -> Simulation:
+    def simulation(self) -> Experiment:
         return simulation(self.method, self.settings, **self.run)
 
     def reference(self, world: World, **other: Any) -> Reference:
@@ -105,7 +105,7 @@ def test_the_cohorts_leave_clients_out_and_call_others_again() -> None:
     """So that what a client keeps matters, also while it is away; and clients have 1 to 4 steps an epoch."""
     for case in (Case("fedavg"), Case("fedavg", {}, THREE)):
         sim = case.simulation()
-        cohorts = [sim.cohort(r) for r in range(3)]
+        cohorts = [sim.sampled(r) for r in range(3)]
         assert all(len(c) < len(SIZES) for c in cohorts)
         often = [sum(m in c for c in cohorts) for m in range(len(SIZES))]
         assert max(often) > 1
@@ -118,7 +118,7 @@ def test_three_rounds_equal_the_plain_loop(case: Case) -> None:
     sim = case.simulation()
     rounds = case.reference(world(sim))
     for _ in range(3):
-        sim.step()
+        sim.round()
         assert_same(sim, next(rounds))
 
 
@@ -127,7 +127,7 @@ def test_fine_tuning_at_every_client_equals_the_plain_loop(case: Case) -> None:
     """The batches are those of a round after the last."""
     sim = case.simulation()
     for _ in range(3):
-        sim.step()
+        sim.round()
     last = [held for held, _ in zip(case.reference(world(sim)), range(3), strict=False)][-1]
     sim.finish()
     wanted = ref.fine_tuned(world(sim), last.broadcast, 3, **case.settings)
@@ -140,7 +140,7 @@ def test_lanes_one_at_a_time_equal_the_plain_loop_too() -> None:
         sim = simulation(case.method, case.settings, run__lanes=1)
         rounds = case.reference(world(sim))
         for _ in range(2):
-            sim.step()
+            sim.round()
             assert_same(sim, next(rounds))
 
 
@@ -200,14 +200,14 @@ def test_a_method_with_another_setting_than_the_reference_fails() -> None:
         ("apfl", {"alpha": 0.3}, {"alpha": 0.3, "adaptive": True}),
     ):
         sim = simulation(name, wrong)
-        sim.step()
+        sim.round()
         with pytest.raises(AssertionError, match="differs by"):
             assert_same(sim, next(REFERENCES[name](world(sim), **right)))
 
 
 def test_the_comparison_sees_a_single_number_and_a_missing_name() -> None:
     sim = simulation("fedavg")
-    sim.step()
+    sim.round()
     held = next(ref.fedavg(world(sim)))
     assert_same(sim, held)
     for name in ("layer2.0.downsample.1.running_var", "conv1.weight"):

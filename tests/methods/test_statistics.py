@@ -12,7 +12,7 @@ from torch import Tensor
 
 from perada.client.trainer import Trainer
 from perada.data.batches import sample_stream
-from perada.experiment import Simulation
+from perada.experiment import Experiment
 from perada.lanes import State, gather
 from perada.methods import REGISTRY
 
@@ -53,9 +53,9 @@ def statistics(norms: set[str]) -> set[str]:
     return {f"{n}.{kind}" for n in norms for kind in ("running_mean", "running_var")}
 
 
-def upload(sim: Simulation) -> tuple[State, State]:
+def upload(sim: Experiment) -> tuple[State, State]:
     """What the next cohort would send and keep, without taking the step."""
-    cohort = sim.cohort(sim.now.round)
+    cohort = sim.sampled(sim.now.round)
     return sim.method.client_update(sim.trainer(cohort), sim.now.broadcast, gather(sim.now.kept, cohort))
 
 
@@ -77,15 +77,15 @@ def test_statistics_stand_where_their_group_does(name: str) -> None:
         assert sim.now.kept.buffers.keys() == statistics(kept)
         assert upload(sim)[0].buffers.keys() == statistics(shared)
         assert sim.personal().buffers.keys() == statistics(FULL | (ADDED if sim.method.parts.adapters else NONE))
-        sim.step()
+        sim.round()
 
 
 @pytest.mark.parametrize("name", [n for n, (shared, _) in SHARED_AND_KEPT.items() if shared])
 def test_shared_statistics_are_the_mean_of_what_the_clients_saw(name: str) -> None:
     sim = simulation(name, train__epochs=1)
-    sim.step()
+    sim.round()
     before, (sent, _) = sim.now.broadcast, upload(sim)
-    sim.step()
+    sim.round()
     for n in statistics(SHARED_AND_KEPT[name][0]):
         first, second = sent.buffers[n]
         assert different(first, second), n
@@ -98,8 +98,8 @@ def test_kept_statistics_are_a_clients_own(name: str) -> None:
     """Those who took part differ from each other and from before; for the others nothing has changed, bit for bit."""
     sim = simulation(name, train__epochs=1)
     before = sim.now.kept
-    sim.step()
-    a, b = sim.cohort(0)
+    sim.round()
+    a, b = sim.sampled(0)
     away = [m for m in range(len(SIZES)) if m not in (a, b)]
     assert len(away) == 2
     for n in statistics(SHARED_AND_KEPT[name][1]):
@@ -111,7 +111,7 @@ def test_kept_statistics_are_a_clients_own(name: str) -> None:
 
 def test_fine_tuning_leaves_every_client_statistics_of_its_own() -> None:
     sim = simulation("fedavg-ft", train__epochs=1)
-    sim.step()
+    sim.round()
     sim.finish()
     assert sim.now.kept.buffers.keys() == statistics(FULL)
     for n, found in sim.now.kept.buffers.items():
@@ -121,7 +121,7 @@ def test_fine_tuning_leaves_every_client_statistics_of_its_own() -> None:
 
 def test_fedbn_keeps_every_statistic_and_shares_the_downsample_affines() -> None:
     sim = simulation("fedbn")
-    sim.step()
+    sim.round()
     shared, kept = sim.now.broadcast, sim.now.kept
     assert {"layer2.0.downsample.1.weight", "layer2.0.downsample.1.bias"} <= shared.params.keys()
     own = {f"{n}.{kind}" for n in FULL - {"layer2.0.downsample.1"} for kind in ("weight", "bias")}
@@ -146,7 +146,7 @@ def test_these_upload_statistics_they_keep_as_well(name: str) -> None:
 @pytest.mark.parametrize("name", ["ditto", "perada-no-kd", "perada"])
 def test_these_upload_no_statistic_of_the_personal_model(name: str) -> None:
     sim = simulation(name)
-    sim.step()
+    sim.round()
     sent, kept = upload(sim)
     for n, tensor in sent.buffers.items():
         assert different(tensor[0], kept.buffers[n][0]), n
@@ -158,7 +158,7 @@ def test_distillation_keeps_the_mean_of_the_teachers_statistics() -> None:
     for name in ("perada", "feddf"):
         sim = simulation(name)
         sent, _ = upload(sim)
-        sim.step()
+        sim.round()
         for n, tensor in sim.now.broadcast.buffers.items():
             assert_close_norm(tensor[0], sent.buffers[n].mean(0), 1e-12, n)
         moved = sim.now.broadcast.params["fc.weight"][0] - sent.params["fc.weight"].mean(0)
@@ -187,7 +187,7 @@ def test_statistics_of_a_part_move_only_while_it_is_trained(
 
     monkeypatch.setattr(Trainer, "sgd", listen)
     sim = simulation(name)
-    sim.step()
+    sim.round()
     every = FULL | (ADDED if name == "fedalt-adapter" else NONE)
     assert len(heard) == 2
     for (before, after), trained in zip(heard, (own, every - own), strict=True):

@@ -13,7 +13,7 @@ from small import small
 from torch import Tensor
 
 from perada.data import Client, Federation
-from perada.experiment import Simulation
+from perada.experiment import Experiment
 from perada.lanes import State
 from perada.models import lane_model
 from perada.models.resnet import ResNet
@@ -93,16 +93,16 @@ def public() -> list[Tensor]:
     return [prepared(torch.randint(0, 256, (10, 1, 8, 8), generator=draw)) for _ in range(2)]
 
 
-def simulation(method: str, settings: dict[str, Any] | None = None, **set: Any) -> Simulation:
+def simulation(method: str, settings: dict[str, Any] | None = None, **set: Any) -> Experiment:
     given = {f"method__{k}": v for k, v in (settings or {}).items()}
     config = small(method__name=method, **{**RUN, **given, **set})
     made = config.make_method()
     model = lane_model(network(), made.parts.trains, "residual" if made.parts.adapters else None, 0.0, seed=0)
     model = model.to("cpu", torch.float64)
-    return Simulation(config, federation(), model, made, public() if made.parts.distils else [])
+    return Experiment(config, federation(), model, made, public() if made.parts.distils else [])
 
 
-def world(sim: Simulation, **other: Any) -> World:
+def world(sim: Experiment, **other: Any) -> World:
     """The same run for a reference. Only the new adapters' values are taken from the simulation's model."""
     net = network()
     if sim.method.parts.adapters:
@@ -137,7 +137,7 @@ def assert_values(found: State, wanted: list[Values], what: str) -> None:
             assert_close_norm(tensor, values[name], 1e-9, f"{what} {k}: {name}")
 
 
-def assert_same(sim: Simulation, held: Held) -> None:
+def assert_same(sim: Experiment, held: Held) -> None:
     round = f"after round {sim.now.round},"
     assert_values(sim.now.broadcast, [held.broadcast], f"{round} broadcast")
     assert_values(sim.now.server, [held.server], f"{round} server")

@@ -24,9 +24,8 @@ from experiments.study import (
     winner,
 )
 from experiments.trials import Choice
-from perada.config import resolve
+from perada.config import build, resolve
 from perada.data import Federation, build_federation
-from perada.experiment import prepare
 
 from .tiny import TINY, place, settling, staged
 
@@ -134,8 +133,8 @@ def test_poisoned_validation_labels_are_seen(
 
 
 def test_the_server_score_is_each_personal_models_accuracy_on_the_servers_images() -> None:
-    sim = prepare(resolve("digits", TINY))
-    sim.step()
+    sim = build(resolve("digits", TINY))
+    sim.round()
     found = sim.evaluate(("server",))["server_val"]["per_client"]
     held, lanes = sim.federation.server_val, sim.personal()
     images = sim.federation.prepare(sim.federation.take(held), torch.float32)

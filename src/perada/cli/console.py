@@ -26,7 +26,9 @@ def tell(text: str) -> None:
 
 def say(text: str) -> None:
     """A line beside it."""
-    err.print(text, highlight=False, soft_wrap=True)
+    from ..config import in_keys
+
+    err.print(in_keys(text), highlight=False, soft_wrap=True)
 
 
 def print_json(value: object) -> None:

@@ -14,19 +14,18 @@ import typer
 import typer.core
 
 from .. import __version__
-from ..config import parse_grid, parse_setting, presets, resolve
+from ..config import in_keys, parse_grid, parse_setting, presets, resolve
+from ..config.build import about_data
 from ..data.commands import app as data_app
 from ..errors import InputError, RunError
-from ..machine import keep_memory
+from ..machine import device_of, keep_memory
 from ..methods import REGISTRY, method_sizes
 from ..models import BACKBONES, count_groups
-from ..notes import about_data
-from ..report import write_partition, write_report
+from ..report import standings, write_partition, write_report
 from ..report.tensorboard import write_events
-from ..runs.folder import device_of
 from ..runs.names import chosen_source
-from ..runs.run import Run, load, train
-from ..sweep import standings
+from ..runs.run import Run, load
+from ..runs.train import train
 from ..sweep.compare import compare
 from ..sweep.tune import tune
 from . import tables
@@ -148,7 +147,7 @@ def compare_command(
     if as_json:
         print_json({"path": str(found.path), **standings.as_json(table)})
         return
-    for part in standings.terminal(table):
+    for part in tables.standings(table):
         out.print(part)
     tell(f"tables   {found.path}/table.md, .csv, .tex")
     tell(f"report   {found.path / 'report.html'}")
@@ -179,7 +178,7 @@ def tune_command(
             device=device,
             out=out_dir,
             resume=resume,
-            on_point=watch.run,
+            on_run=watch.run,
             on_round=watch.round,
             say=say,
         )
@@ -187,7 +186,7 @@ def tune_command(
     if as_json:
         print_json({"path": str(path), "chosen": best, "results": found.results()})
         return
-    out.print(tables.search(best, found.tried()))
+    out.print(tables.search(found.table()))
     use = f"perada compare {path} --methods {','.join(best)}"
     tell(f"wrote {path}; use it with: {use}")
 
@@ -258,7 +257,7 @@ def report(
     """One self-contained HTML page about one or several runs."""
     opened: list[Run] = [load(r) for r in runs]
     if tensorboard is not None:
-        write_events([(r.path.resolve().name, r.folder.metrics()) for r in opened], tensorboard)
+        write_events([(r.path.resolve().name, r.folder.evaluations()) for r in opened], tensorboard)
         tell(f"wrote {tensorboard}")
     path = out_file or opened[0].path / "report.html"
     write_report(opened, path)
@@ -370,7 +369,7 @@ def main(arguments: Sequence[str] | None = None, app: typer.Typer = app) -> int:
 
 
 def _complain(text: str, code: int) -> int:
-    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    print(f"error: {in_keys(' '.join(text.split()))}", file=sys.stderr)
     return code
 
 

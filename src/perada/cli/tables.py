@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from ..client.scores import Scores
 from ..data import Federation
 from ..data.download import Entry
+from ..report.facts import unlikeness
+from ..report.standings import PERSONAL, Standings, parts
+from ..report.svg import millions
+from ..runs.rows import Evaluation
 
 if TYPE_CHECKING:
     from ..runs.run import Run
@@ -20,19 +25,13 @@ if TYPE_CHECKING:
 SHADES = "·░▒▓█"
 
 
-def spread(found: Mapping[str, Any] | None) -> str:
-    """`91.82±4.43`, or n/a."""
-    if not found or found.get("mean") is None:
-        return "n/a"
-    return f"{found['mean']:.2f}±{found['std']:.2f}"
-
-
-def millions(number: int) -> str:
-    return f"{number / 1e6:.2f}M" if number >= 10**5 else f"{number:,}"
+def spread(scores: Scores | None) -> str:
+    """Returns `91.82±4.43`, or n/a."""
+    return "n/a" if scores is None or scores.mean is None else f"{scores.mean:.2f}±{scores.std:.2f}"
 
 
 def house_table(title: str | None, first: str, *rest: str) -> Table:
-    """The house style: narrow enough for 80 columns, first column left, the others right."""
+    """Returns an empty table, narrow enough for 80 columns: first column left, the others right."""
     table = Table(
         title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left"
     )
@@ -44,40 +43,50 @@ def house_table(title: str | None, first: str, *rest: str) -> Table:
 
 
 def results(runs: Sequence[Run]) -> Table:
-    """A row a run, as in the paper's table."""
+    """Returns one row per run, as in the paper's table."""
     summaries = [r.summary for r in runs]
+    rows = [(s, Evaluation.read(s)) for s in summaries]
     unit = "AUC" if summaries[0]["metric"] == "auc" else "accuracy"
     title = f"{summaries[0]['data']}: {unit} in %, mean ± std over the clients' personal models"
-    shifted, distilled = any(s.get("shifted") for s in summaries), any(s["distilled"] for s in summaries)
-    columns = ["trained", "sent", "Local-test", "Global-test", *(["shifted"] if shifted else []), "server"]
+    splits = [name for name in PERSONAL if name != "shifted" or any(name in last.scores for _, last in rows)]
+    distilled = any(last.distilled for _, last in rows)
+    columns = ["trained", "sent", *(PERSONAL[name] for name in splits), "server"]
     table = house_table(title, "method", *columns, *(["distilled"] if distilled else []))
     table.caption = "server: the global model on Global-test"
     table.caption += "; distilled: rounds in which the guard kept it" if distilled else ""
-    for s in summaries:
-        up, down = (s[k] / max(1, s["round"] * s["cohort"]) / 1e3 for k in ("bytes_up", "bytes_down"))
-        table.caption += f"\n{s['method']}: {up:,.0f} kB up and {down:,.0f} kB down, a client and round"
-        if "pretrain" in s:
-            table.caption += "; in pretraining full models, both ways"
-    for s in summaries:
-        server = s["global_model"]["global_test"] if s["global_model"] else None
+    for s, last in rows:
+        up, down = (sent / max(1, last.round * s["cohort"]) / 1e3 for sent in (last.bytes_up, last.bytes_down))
+        table.caption += f"\n{s['method']}, per client and round: {up:,.0f} kB up, {down:,.0f} kB down"
+        table.caption += "; in pretraining full models, both ways" if "pretrain" in s else ""
         table.add_row(
             s["method"],
             millions(s["parameters"]["trained"]),
             millions(s["parameters"]["communicated"]),
-            spread(s["local_test"]),
-            spread(s["global_test"]),
-            *([spread(s.get("shifted"))] if shifted else []),
-            "n/a" if server is None else f"{server:.2f}",
-            *([_kept(s)] if distilled else []),
+            *(spread(last.scores.get(split)) for split in splits),
+            "n/a" if last.global_model is None else f"{last.global_model:.2f}",
+            *([_kept(last, s["guarded"])] if distilled else []),
         )
     return table
 
 
-def _kept(summary: Mapping[str, Any]) -> str:
-    """In how many rounds the guard kept what was distilled."""
-    if not summary["distilled"]:
+def _kept(last: Evaluation, guarded: bool) -> str:
+    """Returns in how many rounds the guard kept what was distilled."""
+    if not last.distilled:
         return "–"
-    return f"{summary['accepted']} of {summary['distilled']}" if summary["guarded"] else "all"
+    return f"{last.accepted} of {last.distilled}" if guarded else "all"
+
+
+def standings(found: Standings) -> list[Table]:
+    """Returns the paper's table of a comparison: personal models, then the global ones if there are any."""
+    tables: list[Table] = []
+    for head, rows in parts(found, {"best": "[bold]{}[/]", "next": "[underline]{}[/]", "": "{}"}):
+        table = house_table(None if tables else found.about(), *head)
+        for name, *rest in rows:
+            table.add_row(name, *map(Text.from_markup, rest))
+        tables.append(table)
+    tables[0].caption = "best in bold, runner-up underlined; trained and sent: parameters per client and round"
+    tables[-1].caption = "± std over seeds" if found.seeds > 1 and len(tables) > 1 else tables[-1].caption
+    return tables
 
 
 def scores(found: Mapping[str, Scores]) -> Table:
@@ -86,7 +95,7 @@ def scores(found: Mapping[str, Scores]) -> Table:
         row = [s.per_client[client] for s in found.values()]
         table.add_row(client, *("n/a" if v is None else f"{v:.2f}" for v in row))
     table.add_section()
-    table.add_row("mean ± std", *(spread(s.as_dict()) for s in found.values()))
+    table.add_row("mean ± std", *(spread(s) for s in found.values()))
     labels = next(iter(found.values())).per_label or {}
     if labels:
         table.add_section()
@@ -97,7 +106,7 @@ def scores(found: Mapping[str, Scores]) -> Table:
 
 
 def catalogue(entries: Sequence[Entry], home: Path) -> Table:
-    """What `perada data get` knows."""
+    """Returns the data sets that `perada data get` can download."""
     table = house_table(f"below {home}", "name", "MB", "here", "what", "check")
     for column in table.columns[3:]:
         column.justify, column.overflow, column.no_wrap = "left", "fold", False
@@ -114,21 +123,11 @@ def predictions(found: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def unlikeness(counts: np.ndarray[Any, Any]) -> float:
-    """Mean total-variation distance between two clients' label distributions."""
-    shares = np.sort(counts / np.maximum(counts.sum(1, keepdims=True), 1), axis=0)
-    many = len(shares)
-    # In sorted order the k-th of n is subtracted from the n-1-k above it and has the k below subtracted from it:
-    # all pairs without a table of them.
-    apart = (2 * np.arange(many) - (many - 1)) @ shares
-    return float(0.5 * apart.sum() / (many * (many - 1) / 2)) if many > 1 else 0.0
-
-
 def partition(federation: Federation) -> Table:
     counts = federation.label_counts()
     width = sum(max(len(name), len(str(counts[:, i].max()))) + 1 for i, name in enumerate(federation.classes))
-    few = federation.classes if width <= 40 else ()  # a column each, where they fit
-    title = f"{federation.name}: training samples of each class"
+    few = federation.classes if width <= 40 else ()  # one column per class, where they fit
+    title = f"{federation.name}: training samples per class"
     table = house_table(title, "client", "train", "val", "test", *few, "picture")
     table.caption = f"mean total-variation distance between two clients' labels: {unlikeness(counts):.2f}"
     if not few:
@@ -163,7 +162,7 @@ def groups(backbone: str, classes: int, found: Mapping[str, Mapping[str, int]]) 
 
 
 def methods(found: Mapping[str, Mapping[str, int]]) -> Table:
-    table = house_table("parameters of a client, a round (ResNet-18, 10 classes)", "method", "trained", "sent")
+    table = house_table("parameters per client and round (ResNet-18, 10 classes)", "method", "trained", "sent")
     for name, size in found.items():
         table.add_row(name, f"{size['trained']:,}", f"{size['communicated']:,}")
     return table
@@ -176,11 +175,11 @@ def presets(found: Mapping[str, str]) -> Table:
     return table
 
 
-def search(found: Mapping[str, Mapping[str, Any]], tried: Mapping[str, int]) -> Table:
-    """What a search chose for each method."""
+def search(found: Sequence[Mapping[str, Any]]) -> Table:
+    """Returns what a search chose for each method."""
     table = house_table("chosen by local validation data", "method", "points", "local_val", "settings")
     table.columns[-1].justify = "left"
-    for method, best in found.items():
-        settings = ", ".join(f"{key} = {value}" for key, value in best["settings"].items())
-        table.add_row(method, str(tried[method]), f"{best['local_val']:.2f}", settings)
+    for row in found:
+        settings = ", ".join(f"{key} = {value}" for key, value in row["settings"].items())
+        table.add_row(row["method"], str(row["points"]), f"{row['local_val']:.2f}", settings)
     return table

@@ -70,6 +70,12 @@ class Trainer:
     _done: list[Result] = field(default_factory=list, init=False, repr=False)  # read when it is asked for, not before
 
     @property
+    def steps(self) -> list[int]:
+        """The steps that each client takes in a round."""
+        sizes = (len(self.federation.clients[c].train) for c in self.clients)
+        return [steps_of(n, self.options.batch, self.options.epochs) for n in sizes]
+
+    @property
     def losses(self) -> list[float]:
         """The mean training loss of each client's last copy. To ask is to wait for a GPU, as it is for `failed`."""
         return self._done[-1].trace.nanmean(0).tolist()[-len(self.clients) :] if self._done else []

@@ -28,6 +28,7 @@ from .split import fingerprint, split
 from .testsets import named_sets
 
 __all__ = [
+    "GIVEN",
     "PUBLIC",
     "SEVERITIES",
     "SOURCES",
@@ -130,9 +131,17 @@ SOURCES: dict[str, Callable[[DataOptions], Source]] = {
     "folder": own,
 }
 
+
+def _given(options: DataOptions) -> Source:
+    raise InputError("these data were given from Python: give them again, as federation=")
+
+
+GIVEN = "given"  # what a run folder calls data, images or a network that were given from Python
+SOURCES[GIVEN] = _given
+
 # What distill.data may be beside a path. Validation data are the clients' own: a simulation may ask what they give.
 VALIDATION = "validation"
-PUBLIC = ("none", "glyphs", "digits", "cifar10", "cifar100", "stl10", VALIDATION)
+PUBLIC = ("none", "glyphs", "digits", "cifar10", "cifar100", "stl10", VALIDATION, GIVEN)
 
 
 def build_federation(options: DataOptions, device: torch.device, source: Source | None = None) -> Federation:
@@ -156,6 +165,8 @@ def build_federation(options: DataOptions, device: torch.device, source: Source 
         skipped=source.skipped,
         tested=any(len(c.test) for c in clients),
         fingerprint=fingerprint(source, clients, server),
+        seed=options.seed,
+        options=options,
     )
 
 
@@ -206,6 +217,8 @@ def public_images(name: str, size: int, root: str = "") -> torch.Tensor | None:
     an `.npz` file. A named source is looked for beside the clients' data (`root`), then at `data_home()`."""
     if name == "none":
         return None
+    if name == GIVEN:
+        raise InputError("the public images were given from Python: give them again, as public=")
     if name == "glyphs":
         return torch.from_numpy(glyphs())
     if name not in PUBLIC and Path(name).suffix.lower() != ".npz":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -76,6 +76,27 @@ class Federation:
     skipped: tuple[str, ...] = ()  # files that could not be read
     tested: bool = True  # whether anybody has test images: to be asked where those must not be touched
     fingerprint: str = ""  # of who holds which images (`split.fingerprint`)
+    seed: int = 0  # of the split, and of the order of public images
+    options: Any = None  # the DataOptions that make it again
+
+    def to(self, device: torch.device) -> Federation:
+        """Returns this federation with its targets, and images unless they are streamed, on a device."""
+        if self.device == device:
+            return self
+        images = self.images if self.stream else self.images.to(device)
+        return replace(self, images=images, targets=self.targets.to(device))
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what a run must find again to be opened: who holds which images, of which classes."""
+        return {
+            "classes": list(self.classes),
+            "image": list(self.images.shape[1:]),
+            "multilabel": self.multilabel,
+            "mean": list(self.mean),
+            "std": list(self.std),
+            "clients": {c.name: [len(c.train), len(c.val), len(c.test)] for c in self.clients},
+            "split": self.fingerprint,
+        }
 
     @property
     def multilabel(self) -> bool:

@@ -22,9 +22,10 @@ from ..errors import InputError, RunError
 from ..runs.folder import locked
 from .bundle import bundle, unbundle
 from .client import Site, handle
+from .cohort import Step
 from .link import Link, Owners, limit_tries
 from .records import Diary, ending, open_run
-from .server import Coordinator, Step, no_step
+from .server import Coordinator
 from .settings import ServerSettings, SiteSettings
 
 client_app = ClientApp()
@@ -90,7 +91,12 @@ def _owners() -> Owners | None:
 
 
 def serve(
-    grid: Grid, settings: ServerSettings, name: str, resume: bool = False, start: str = "", step: Step = no_step
+    grid: Grid,
+    settings: ServerSettings,
+    name: str,
+    resume: bool = False,
+    start: str = "",
+    step: Step = lambda what, round: None,
 ) -> Path:
     """Run a federation to its last round; returns the run's folder. `step` is told of every boundary in a round."""
     try:

@@ -16,18 +16,18 @@ from pathlib import Path
 import torch
 from flwr.app import RecordDict
 from safetensors.torch import save
+from torch import nn
 
 from ..client.scores import personal_scores
 from ..client.trainer import Trainer
 from ..config import Config
 from ..data import Federation
 from ..errors import InputError
-from ..experiment import DTYPES, arithmetic, model_of
+from ..experiment import DTYPES, lanes_of
 from ..lanes import LaneModel, State
+from ..machine import arithmetic, device_of
 from ..methods import Finisher, Judge, Method, check_upload
 from ..models import build_backbone
-from ..models.resnet import ResNet
-from ..runs.folder import device_of
 from .holdings import public_test, site_federation
 from .messages import About, Refused, Reply, answer, digest, read_about, unpack
 from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id
@@ -70,7 +70,7 @@ class Work:
         return self.config.make_method()
 
     @cached_property
-    def net(self) -> ResNet:
+    def net(self) -> nn.Module:
         """The server's frozen weights: made here where the plan says how, else as they were sent."""
         held = self.state.backbone(self.plan.backbone)
         for weights in (self.config.model.weights, *([str(held)] if held else [])):
@@ -83,7 +83,7 @@ class Work:
 
     @cached_property
     def model(self) -> LaneModel:
-        return model_of(self.config, self.net, self.method, self.device)
+        return lanes_of(self.net, self.method, self.config.model.strategy(), None, self.config.run)
 
     def here(self, state: State) -> State:
         dtype = DTYPES[self.config.run.precision]
@@ -94,13 +94,13 @@ class Work:
         return Trainer(self.model, self.federation, [0], round, run.seed, self.config.train, run.lanes)
 
 
-def backbone_state(net: ResNet) -> State:
+def backbone_state(net: nn.Module) -> State:
     """The frozen network as a state of one lane, to be sent."""
     held = {n: t for n, t in net.state_dict().items() if not n.endswith("num_batches_tracked")}
     return State({n: t.detach().unsqueeze(0) for n, t in held.items()})
 
 
-def weights_digest(net: ResNet) -> str:
+def weights_digest(net: nn.Module) -> str:
     return digest(backbone_state(net))
 
 

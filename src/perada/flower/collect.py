@@ -12,7 +12,6 @@ from typing import Any
 
 from safetensors.torch import save
 
-from ..cli.watch import caption
 from ..errors import InputError, RunError, unknown
 from ..runs.folder import RunFolder, at_work, write_atomic
 from .control import Control
@@ -98,8 +97,8 @@ class Follower:
 
     def look(self) -> dict[str, Any]:
         """Tell what is new; flower.json as it is now, empty before there is one."""
-        for row in (found := RunFolder(self.folder).metrics())[self.rows :]:
-            self.say(f"round {row['round']}: {caption(row)}")
+        for row in (found := RunFolder(self.folder).evaluations())[self.rows :]:
+            self.say(f"round {row.round}: {row.brief()}")
         self.rows = max(self.rows, len(found))
         for event in (told := list(self._events()))[self.events :]:
             self.say(f"round {event['round']}: {event['site'] or 'server'}: {event['event']}: {event['detail']}")

@@ -55,6 +55,7 @@ def empty_federation(plan: Plan, device: torch.device) -> Federation:
         clients=(),
         mean=mean,
         std=std,
+        seed=plan.config.data.seed,
     )
 
 

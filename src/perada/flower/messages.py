@@ -20,7 +20,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from ..lanes import LaneModel, State
-from ..methods import Method
+from ..methods import Method, declared_upload
 
 STYPE = "numpy.ndarray"  # Flower's name for the .npy format
 
@@ -205,13 +205,10 @@ def digest(state: State, *words: str) -> str:
 # Uploads
 
 
-def shared_part(method: Method, model: LaneModel, broadcast: State) -> State:
-    """What an upload of this method holds, with the broadcast's values: one lane."""
-    shared = method.parts.shared(model.groups)
-    whole = model.initial()
-    like = whole.only(shared.params, shared.buffers)
-    known = flat(broadcast)
-    return unflat({n: known.get(n, t) for n, t in flat(like).items()})
+def expected_upload(method: Method, model: LaneModel, broadcast: State) -> State:
+    """Returns one lane of what an upload of this method holds, with the broadcast's values where it has them."""
+    declared, known = declared_upload(method, model), flat(broadcast)
+    return unflat({n: known.get(n, t) for n, t in flat(declared).items()})
 
 
 def checked_upload(content: RecordDict, like: State, bound: float) -> State:

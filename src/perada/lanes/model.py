@@ -116,6 +116,10 @@ class LaneModel:
         """Whether the state is a whole model (it may be just a shared part)."""
         return state.params.keys() >= set(self._params) and state.buffers.keys() >= set(self._buffers)
 
+    def part_of(self, state: State) -> State:
+        """Returns what of a state belongs to this model; a broadcast may carry more."""
+        return state.only(self._params, self._buffers)
+
     @torch.no_grad()
     def stem(self, images: Tensor) -> Tensor | Stem:
         """What the first layer gives, where that is frozen, for the model to take in place of the images: always the

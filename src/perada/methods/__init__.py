@@ -1,4 +1,7 @@
-"""The methods by name. A method is one file and one line in REGISTRY; docs/new-method.md shows how."""
+"""The methods by name. A method is one file and one line in REGISTRY; docs/new-method.md shows how.
+
+A method of another package is named `package.module:callable`, or by an entry point in the group `perada.methods`.
+"""
 
 from __future__ import annotations
 
@@ -6,99 +9,163 @@ import dataclasses
 import typing
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any
 
+from torch import nn
+
 from ..errors import InputError, unknown
-from ..models import group_sizes
-from .contract import Finisher, Judge, Method, Parts, check_upload
+from ..models import module_sizes, network_of
+from ..plugins import called, check, find
+from .apfl import APFL
+from .contract import Finisher, Judge, Method, Parts, check_upload, declared_upload
+from .ditto import Ditto
+from .fedalt import FedAlt
+from .fedavg import FedAvg
+from .fedavg_ft import FedAvgFT
+from .fedbn import FedBN
+from .feddf import FedDF
+from .feddyn import FedDyn
+from .fedprox import FedProx
+from .fedrep import FedRep
+from .fedsim import FedSim
+from .lg_fedavg import LGFedAvg
+from .mtl import MTL
+from .perada import PerAda
+from .pfedme import PFedMe
+from .scaffold import Scaffold
+from .standalone import Standalone
 
 __all__ = [
+    "APFL",
+    "MTL",
     "REGISTRY",
+    "Ditto",
+    "FedAlt",
+    "FedAvg",
+    "FedAvgFT",
+    "FedBN",
+    "FedDF",
+    "FedDyn",
+    "FedProx",
+    "FedRep",
+    "FedSim",
     "Finisher",
     "Judge",
+    "LGFedAvg",
     "Method",
+    "PFedMe",
     "Parts",
+    "PerAda",
+    "Scaffold",
+    "Standalone",
+    "check_name",
     "check_upload",
+    "declared_upload",
     "grids",
     "hyperparameters",
     "make_method",
     "method_sizes",
+    "name_of",
+    "sizes_of",
 ]
 
-
-def _method(where: str, **fixed: Any) -> Callable[..., Method]:
-    """`ditto.Ditto` is the class Ditto of ditto.py, with some of its fields fixed."""
-    module, _, name = where.partition(".")
-    kind: Callable[..., Method] = getattr(import_module(f".{module}", __name__), name)
-    return partial(kind, **fixed) if fixed else kind
-
-
+GROUP = "perada.methods"  # of entry points
 REGISTRY: dict[str, Callable[..., Method]] = {  # in the order of the paper's table
-    "standalone": _method("standalone.Standalone"),
-    "mtl": _method("mtl.MTL"),
-    "fedavg-ft": _method("fedavg_ft.FedAvgFT"),
-    "pfedme": _method("pfedme.PFedMe"),
-    "apfl": _method("apfl.APFL"),
-    "ditto": _method("ditto.Ditto"),
-    "fedbn": _method("fedbn.FedBN"),
-    "fedalt-input": _method("fedalt.FedAlt", own="input"),
-    "fedsim-input": _method("fedsim.FedSim", own="input"),
-    "lg-fedavg": _method("lg_fedavg.LGFedAvg"),
-    "fedrep": _method("fedrep.FedRep"),
-    "fedalt-output": _method("fedalt.FedAlt", own="output"),
-    "fedsim-output": _method("fedsim.FedSim", own="output"),
-    "fedalt-adapter": _method("fedalt.FedAlt", own="adapter_modules"),
-    "fedsim-adapter": _method("fedsim.FedSim", own="adapter_modules"),
-    "perada-no-kd": _method("perada.PerAda", distils=False),
-    "perada": _method("perada.PerAda"),
-    "fedavg": _method("fedavg.FedAvg"),
-    "fedprox": _method("fedprox.FedProx"),
-    "feddyn": _method("feddyn.FedDyn"),
-    "feddf": _method("feddf.FedDF"),
+    "standalone": Standalone,
+    "mtl": MTL,
+    "fedavg-ft": FedAvgFT,
+    "pfedme": PFedMe,
+    "apfl": APFL,
+    "ditto": Ditto,
+    "fedbn": FedBN,
+    "fedalt-input": partial(FedAlt, own="input"),
+    "fedsim-input": partial(FedSim, own="input"),
+    "lg-fedavg": LGFedAvg,
+    "fedrep": FedRep,
+    "fedalt-output": partial(FedAlt, own="output"),
+    "fedsim-output": partial(FedSim, own="output"),
+    "fedalt-adapter": partial(FedAlt, own="adapter_modules"),
+    "fedsim-adapter": partial(FedSim, own="adapter_modules"),
+    "perada-no-kd": partial(PerAda, distils=False),
+    "perada": PerAda,
+    "fedavg": FedAvg,
+    "fedprox": FedProx,
+    "feddyn": FedDyn,
+    "feddf": FedDF,
+    "scaffold": Scaffold,
 }
 
 
-def _fields(name: str) -> tuple[type, dict[str, Any]]:
-    """A method's class and those of its fields that are settings: the ones not marked fixed."""
-    if name not in REGISTRY:
-        raise unknown("method", name, REGISTRY)
-    made = REGISTRY[name]
+def check_name(name: str) -> None:
+    """Refuses a name that cannot be a method; imports nothing."""
+    check("method", GROUP, name, REGISTRY)
+
+
+def _fields(name: str) -> tuple[Any, dict[str, Any]]:
+    """Returns a method's class, and those of its fields that are settings: the ones not marked fixed."""
+    made = find("method", GROUP, name, REGISTRY)
     kind: Any = made.func if isinstance(made, partial) else made
+    if not dataclasses.is_dataclass(kind):
+        return kind, {}
     return kind, {f.name: f for f in dataclasses.fields(kind) if not f.metadata.get("fixed")}
 
 
 def hyperparameters(name: str) -> dict[str, Any]:
-    """The settings of `[method]` that this method has, and their types."""
+    """Returns the settings that a method has, and their types."""
     kind, fields = _fields(name)
-    types = typing.get_type_hints(kind)
+    types = typing.get_type_hints(kind) if fields else {}
     return {n: types[n] for n in fields}
 
 
 def grids(name: str) -> dict[str, tuple[Any, ...]]:
-    """The values `perada tune` tries for the settings of a method: `metadata={"grid": ...}` of its fields."""
+    """Returns the values that tuning tries for a method's settings: `metadata={"grid": ...}` of its fields."""
     return {n: f.metadata["grid"] for n, f in _fields(name)[1].items() if "grid" in f.metadata}
 
 
 def make_method(name: str, settings: Mapping[str, Any]) -> Method:
-    """The method with its hyper-parameters; an unknown one is an error that suggests the nearest."""
+    """Returns the method with its hyper-parameters; an unknown one is an error that suggests the nearest."""
     known = hyperparameters(name)
     for key in settings:
         if key not in known:
             if not known:
                 raise InputError(f"method {name!r} has no settings, so method.{key} means nothing: remove it")
             raise unknown("key", f"method.{key}", [f"method.{k}" for k in known])
-    return REGISTRY[name](**settings)
+    made = find("method", GROUP, name, REGISTRY)
+    if name in REGISTRY:
+        return made(**settings)  # type: ignore[no-any-return]
+    method = called("method", name, made, **settings)
+    if not isinstance(method, Method):
+        raise InputError(f"method {name!r} is a {type(method).__name__}, which lacks a part of perada.methods.Method")
+    return method
+
+
+def name_of(method: Method) -> dict[str, Any]:
+    """Returns the `[method]` section that makes this method again."""
+    kind: Any = type(method)
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    fixed = {f.name: getattr(method, f.name) for f in fields if f.metadata.get("fixed")}
+    settings = {f.name: getattr(method, f.name) for f in fields if not f.metadata.get("fixed")}
+    defaults = {f.name: f.default for f in fields if f.name in fixed}
+    for name, made in REGISTRY.items():
+        ours, given = (made.func, made.keywords) if isinstance(made, partial) else (made, {})
+        if ours is kind and {**defaults, **given} == fixed:
+            return {"name": name, **settings}
+    return {"name": f"{type(method).__module__}:{type(method).__qualname__}", **settings}
+
+
+def sizes_of(method: Method, net: nn.Module, head: str | None = None) -> dict[str, int]:
+    """Returns the parameters that a client trains and sends each round, from the declarations that training uses."""
+    sizes = module_sizes(net, method.parts.adapters, head)
+    upload = declared_upload(method, sizes.model)
+    return {
+        "trained": method.parts.copies * sizes.parameters(sizes.groups[method.parts.trains]),
+        "communicated": upload.parameters_per_lane(),
+        "communicated_buffers": sum(t[0].numel() for t in upload.buffers.values()),
+        "full": sizes.parameters(sizes.groups["full"]),
+    }
 
 
 def method_sizes(name: str, backbone: str = "resnet18", classes: int = 10) -> dict[str, int]:
-    """Parameters a client trains and sends each round, from the declarations that training uses."""
-    if name not in REGISTRY:
-        raise unknown("method", name, REGISTRY)
-    parts, sizes = REGISTRY[name]().parts, group_sizes(backbone, classes)
-    shared = parts.shared(sizes.groups)
-    return {
-        "trained": parts.copies * sizes.parameters(sizes.groups[parts.trains]),
-        "communicated": sizes.parameters(shared),
-        "communicated_buffers": sizes.buffers(shared),
-    }
+    """Returns `sizes_of` a method with its defaults, less the size of the full model."""
+    found = sizes_of(find("method", GROUP, name, REGISTRY)(), network_of(backbone, classes))
+    return {k: v for k, v in found.items() if k != "full"}

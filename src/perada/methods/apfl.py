@@ -22,7 +22,7 @@ import torch
 
 from ..client.trainer import Trainer
 from ..lanes import Gradient, LaneModel, State, join, mean, mix, part, repeat, scale
-from ..server.distill import Server
+from ..server.guard import Server
 from .contract import Parts
 
 

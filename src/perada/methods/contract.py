@@ -1,4 +1,4 @@
-"""What a method is: Algorithm 1 as a handful of functions, and a declaration of what it trains and shares."""
+"""What a method is: Algorithm 1 as a few functions, and a declaration of what it trains and sends."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from torch import Tensor
 
 from ..client.trainer import Trainer
 from ..lanes import NOTHING, Group, LaneModel, State
-from ..server.distill import Server
+from ..server.guard import Server
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a method trains and what crosses the network, as parameter groups (`perada params` lists them).
-
-    Counting, training and the check of every upload go by this declaration alone.
-    """
+    """What a method trains and what crosses the network, as parameter groups (`perada params` lists them)."""
 
     trains: str = "full"  # the group a lane holds
     copies: int = 1  # lanes a client trains
@@ -35,14 +32,15 @@ class Parts:
         return shared - groups[self.withholds] if self.withholds else shared
 
 
+@runtime_checkable
 class Method(Protocol):
-    """Written for a stack of clients: the simulator passes a cohort, a site on its own passes one."""
+    """Written for a stack of clients: a simulation passes a cohort, a site on its own passes one."""
 
     @property
     def parts(self) -> Parts: ...
 
     def init(self, model: LaneModel) -> tuple[State, State, State]:
-        """(server state, first broadcast, what a client keeps), one lane each."""
+        """Returns the server's state, the first broadcast and what a client keeps, one lane each."""
 
     def client_update(self, trainer: Trainer, received: State, kept: State) -> tuple[State, State]:
         """Runs where the data are: (broadcast, kept) -> (upload, kept)."""
@@ -70,12 +68,36 @@ class Finisher(Protocol):
         """What the clients keep then: a lane each."""
 
 
-def check_upload(method: Method, model: LaneModel, upload: State) -> State:
-    """The upload, if it holds nothing but what the method declares shared."""
+@runtime_checkable
+class Declares(Protocol):
+    """A method that sends more than a group of the model, or something else: counts, masks, control variates."""
+
+    def upload(self, model: LaneModel) -> State:
+        """Returns one lane of what a client sends: its names, shapes and types count, not its values."""
+
+
+def declared_upload(method: Method, model: LaneModel) -> State:
+    """Returns one lane with the names, shapes and types of what a client sends.
+
+    Counting and the check of every upload go by this declaration alone.
+    """
+    if isinstance(method, Declares):
+        return method.upload(model)
     shared = method.parts.shared(model.groups)
-    more = (upload.params.keys() - shared.params) | (upload.buffers.keys() - shared.buffers)
-    if more:
-        raise ValueError(f"{type(method).__name__} uploads what it does not declare shared: {', '.join(sorted(more))}")
+    return model.initial().only(shared.params, shared.buffers)
+
+
+def check_upload(method: Method, model: LaneModel, upload: State) -> State:
+    """Returns the upload if it is what the method declares."""
+    declared, name = declared_upload(method, model), type(method).__name__
+    for sent, known in ((upload.params, declared.params), (upload.buffers, declared.buffers)):
+        if more := sorted(sent.keys() - known.keys()):
+            raise ValueError(f"{name} uploads what it does not declare: {', '.join(more)}")
+        if less := sorted(known.keys() - sent.keys()):
+            raise ValueError(f"{name} declares an upload that lacks: {', '.join(less)}")
+        for n, tensor in sent.items():
+            if tensor.shape[1:] != known[n].shape[1:]:
+                raise ValueError(f"{name} uploads {n} as {list(tensor.shape[1:])}, declared {list(known[n].shape[1:])}")
     return upload
 
 

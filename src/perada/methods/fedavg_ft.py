@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from ..client.trainer import Trainer
 from ..lanes import LaneModel, State, mean, repeat
-from ..server.distill import Server
+from ..server.guard import Server
 from .contract import Parts, not_negative
 
 

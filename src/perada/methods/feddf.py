@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..client.trainer import Trainer
 from ..lanes import LaneModel, State, mean, repeat
-from ..server.distill import Server
+from ..server.guard import Server
 from .contract import Parts
 
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from ..client.trainer import Trainer
 from ..lanes import LaneModel, State, divide, mean, merge, repeat
-from ..server.distill import Server
+from ..server.guard import Server
 from .contract import Parts, not_negative
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ..client.trainer import Trainer
 from ..lanes import NOTHING, LaneModel, State, divide, mean, merge, repeat
-from ..server.distill import Server
+from ..server.guard import Server
 from .contract import Parts
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..client.trainer import Trainer
 from ..lanes import LaneModel, State, mean, repeat, split, stack
-from ..server.distill import Server
+from ..server.guard import Server
 from .contract import Parts, not_negative
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from ..client.trainer import Trainer
 from ..lanes import LaneModel, State
-from ..server.distill import Server
+from ..server.guard import Server
 from .contract import Parts
 
 

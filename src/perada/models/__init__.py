@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
+import torch
+from torch import nn
+
+from ..adapters import adapt
 from ..errors import unknown
-from ..lanes import Group, LaneModel, adapt
+from ..lanes import Group, LaneModel
 from .resnet import SHAPES, ResNet, resnet
 from .weights import WeightReport, load_into, read_weights
 
@@ -41,7 +47,7 @@ def lane_model(
     net: ResNet, trained: str, adapter: str | None, dropout: float, seed: int, std: float = 1e-4
 ) -> LaneModel:
     """`net` with its lanes: with adapters (PerAda), or as it is (None: full-model methods)."""
-    return adapt(net, adapter=adapter, trained=trained, dropout=dropout, std=std, seed=seed)
+    return adapt(net, adapter=None, trained=trained, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class GroupSizes:
 
     groups: Mapping[str, Group]
     size: Mapping[str, int]
+    model: LaneModel
 
     def parameters(self, group: Group) -> int:
         return sum(self.size[n] for n in group.params)
@@ -59,15 +66,36 @@ class GroupSizes:
 
 
 @lru_cache
+def network_of(name: str, classes: int) -> nn.Module:
+    """Returns a backbone with random weights; the same object for the same arguments."""
+    return build_backbone(name, classes, "random", 0)[0]
+
+
 def group_sizes(name: str, classes: int) -> GroupSizes:
-    if name not in SHAPES:
-        raise unknown("backbone", name, SHAPES)
-    model = lane_model(resnet(name, classes), "everything", "residual", 0.0, 0)
+    return module_sizes(network_of(name, classes), adapters=True)
+
+
+def module_sizes(net: nn.Module, adapters: bool, head: str | None = None) -> GroupSizes:
+    """Returns the parameter groups of a network, with adapters if asked for, and their sizes."""
+    model = adapt(net, adapter="residual" if adapters else None, trained="everything", head=head)
     tensors = {**dict(model.module.named_parameters()), **dict(model.module.named_buffers())}
-    return GroupSizes(model.groups, {n: t.numel() for n, t in tensors.items()})
+    return GroupSizes(model.groups, {n: t.numel() for n, t in tensors.items()}, model)
 
 
 def count_groups(name: str, classes: int) -> dict[str, dict[str, int]]:
     """Parameters and buffers (running statistics) of every group, counted on the adapter-augmented network."""
     sizes = group_sizes(name, classes)
     return {n: {"parameters": sizes.parameters(g), "buffers": sizes.buffers(g)} for n, g in sizes.groups.items()}
+
+
+def with_weights(net: nn.Module, file: Path) -> nn.Module:
+    """Returns a copy of a network with the weights of a run folder's file."""
+    net = copy.deepcopy(net)
+    load_into(net, read_weights(str(file), ""), str(file))
+    return net
+
+
+def same_weights(net: nn.Module, file: Path) -> bool:
+    """Whether a network has the weights of a run folder's file."""
+    found, own = read_weights(str(file), ""), net.state_dict()
+    return all(k in own and torch.equal(own[k].cpu().float(), t.float()) for k, t in found.items())

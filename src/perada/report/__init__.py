@@ -1,4 +1,4 @@
-"""One self-contained page about one or several runs."""
+"""Tables, figures and one self-contained HTML page about finished runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import InputError
 from ..runs.folder import write_atomic
-from .facts import gather_facts, holdings_of
+from .facts import Holdings, gather_facts
 from .page import page, partition_page
 
 if TYPE_CHECKING:
@@ -19,19 +19,19 @@ __all__ = ["write_partition", "write_report"]
 
 
 def write_report(runs: Sequence[Run], out: Path) -> None:
-    """The same runs write the same bytes."""
+    """Writes a page about these runs to `out`; the same runs give the same bytes."""
     if not runs:
         raise InputError("nothing to report on: name at least one run folder")
     _write(page(gather_facts(runs)), out)
 
 
 def write_partition(federation: Federation, out: Path) -> None:
-    """A picture of who holds what."""
-    _write(partition_page(federation.name, holdings_of(federation)), out)
+    """Writes a page that shows how many samples of which class each client has."""
+    _write(partition_page(federation.name, Holdings.of(federation)), out)
 
 
 def _write(text: str, out: Path) -> None:
-    data = text.encode("utf-8", "replace")  # a file's name may hold what is no text
+    data = text.encode("utf-8", "replace")  # a file name may have bytes that are not text
     try:
         write_atomic(out, data)
     except OSError as error:

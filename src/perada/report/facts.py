@@ -2,117 +2,138 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..errors import Damaged, InputError
 from ..methods import method_sizes
 from ..models import count_groups
+from ..runs.rows import Evaluation
 
 if TYPE_CHECKING:
     from ..config import Config
     from ..data import Federation
     from ..runs.run import Run
 
-SCORES = {
+PERSONAL = {
     "local_test": ("Local-test", "each client's personal model on that client's own test images"),
-    "global_test": ("Global-test", "each client's personal model on everybody's test images"),
-    "shifted": ("Shifted", "the Global-test images corrupted in 19 ways (noise, blur, fog, ...), the mean"),
+    "global_test": ("Global-test", "each client's personal model on all clients' test images"),
+    "shifted": ("Shifted", "the mean over the Global-test images corrupted in 19 ways (noise, blur, fog, ...)"),
 }
-SERVER = ("Global model", "the one model the server sends out, on everybody's test images")
+SERVER = {"global_model": ("Global model", "the one model that the server sends out, on all clients' test images")}
+
+
+def unlikeness(counts: np.ndarray[Any, Any]) -> float:
+    """Returns the mean total-variation distance between two clients' labels; counts `[clients, labels]`."""
+    shares = np.sort(counts / np.maximum(counts.sum(1, keepdims=True), 1), axis=0)
+    many = len(shares)
+    # In sorted order, value k of n is added k times and subtracted n-1-k times: all pairs without a table of them.
+    apart = (2 * np.arange(many) - (many - 1)) @ shares
+    return float(0.5 * apart.sum() / (many * (many - 1) / 2)) if many > 1 else 0.0
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """Who holds what."""
+    """How many samples of which class each client has."""
 
     classes: tuple[str, ...]
     clients: tuple[str, ...]
     counts: list[list[int]]  # training samples, [clients][classes]
     sizes: list[tuple[int, int, int]]  # train, val, test
-    multilabel: bool
+
+    @classmethod
+    def of(cls, federation: Federation) -> Holdings:
+        sizes = [(len(c.train), len(c.val), len(c.test)) for c in federation.clients]
+        names = tuple(c.name for c in federation.clients)
+        return cls(tuple(federation.classes), names, federation.label_counts().tolist(), sizes)
+
+
+def mean_and_std(row: Evaluation | None, split: str) -> tuple[float | None, float | None]:
+    """Returns both for a split or `global_model`, which is one model and has no deviation. None: not measured."""
+    if row is None or split == "global_model":
+        return (row.global_model if row else None), None
+    scores = row.scores.get(split)
+    return (scores.mean, scores.std) if scores else (None, None)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """One run. `last` is its newest evaluation, empty where there is none."""
+    """One run. `last` is its newest evaluation."""
 
     label: str
     folder: str
     config: Config
     data: str
-    metric: str
-    rows: list[dict[str, Any]]
-    last: dict[str, Any]
+    unit: str  # accuracy or AUC
+    rows: list[Evaluation]
+    last: Evaluation | None
     finished: bool
     sizes: dict[str, int]  # trained, communicated, communicated_buffers, full; empty where unknown
+    environment: dict[str, str]  # versions and machine of a finished run
     holdings: Holdings | None
     problem: str  # why there are no holdings
 
     @property
-    def unit(self) -> str:
-        return "AUC" if self.metric == "auc" else "accuracy"
-
-    @property
     def clients(self) -> tuple[str, ...]:
-        if self.holdings:
-            return self.holdings.clients
-        return tuple((self.last.get("local_test") or {}).get("per_client", {}))
+        return self.holdings.clients if self.holdings else tuple(self.per_client("local_test"))
 
     @property
     def share(self) -> float | None:
-        """Percent of the full model that a client sends a round."""
+        """Percent of the full model that a client sends per round."""
         sent, full = self.sizes.get("communicated"), self.sizes.get("full")
         return None if sent is None or not full else 100 * sent / full
 
-    def mean(self, key: str) -> float | None:
-        return finite(of(self.last, key, "mean"))
-
-    def std(self, key: str) -> float | None:
-        return finite(of(self.last, key, "std"))
-
-    def per_client(self, key: str) -> dict[str, float | None]:
-        found = of(self.last, key, "per_client") or {}
-        return {name: finite(value) for name, value in found.items()}
-
     @property
-    def server(self) -> float | None:
-        return finite(of(self.last, "global_model", "global_test"))
+    def upload(self) -> float | None:
+        """Measured bytes that a client sends per round."""
+        cohort = self.config.train.cohort or len(self.clients)
+        return self.last.bytes_up / self.last.round / cohort if self.last and self.last.round and cohort else None
+
+    def score(self, split: str) -> tuple[float | None, float | None]:
+        return mean_and_std(self.last, split)
+
+    def per_client(self, split: str) -> dict[str, float | None]:
+        scores = self.last.scores.get(split) if self.last else None
+        return scores.per_client if scores else {}
 
     @property
     def state(self) -> str:
         """Empty for a finished run."""
         if self.finished:
             return ""
-        return f"unfinished: {self.last.get('round', 0)} of {self.config.train.rounds} rounds"
+        return f"unfinished: {self.last.round if self.last else 0} of {self.config.train.rounds} rounds"
 
-
-def of(row: Mapping[str, Any], key: str, name: str) -> Any:
-    return (row.get(key) or {}).get(name)
-
-
-def finite(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    @property
+    def guard(self) -> str:
+        """What became of the distilled models, in a sentence."""
+        if self.last is None or not self.last.distilled:
+            return "No distillation."
+        distilled, accepted = self.last.distilled, self.last.accepted
+        if self.config.distill.guard == "none":
+            return f"Distilled in {distilled} rounds, without a guard."
+        share = f"{100 * accepted / distilled:.0f} %"
+        return f"The guard accepted the distilled adapter in {accepted} of {distilled} rounds ({share})."
 
 
 def gather_facts(runs: Sequence[Run]) -> list[Facts]:
-    """Runs on the same data share one reading of it."""
+    """Returns the facts of each run. Runs on the same data share one reading of it."""
     known: list[tuple[object, tuple[Holdings | None, str]]] = []
     out = []
     for run, label in zip(runs, _labels(runs), strict=True):
-        found = next((held for data, held in known if data == run.config.data), None)
-        if found is None or found[0] is None:
-            found = _holdings(run)
-            known.append((run.config.data, found))
-        out.append(_facts(run, label, *found))
+        shared = next((holdings for data, holdings in known if data == run.config.data), None)
+        if shared is None or shared[0] is None:
+            shared = _holdings(run)
+            known.append((run.config.data, shared))
+        out.append(_facts(run, label, *shared))
     return out
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """The method's name; where a method comes twice, the folder's too; then a number."""
+    """Returns the method's name; with the folder's where a method comes twice; then with a number."""
     times = Counter(r.config.method_name for r in runs)
     names = [r.config.method_name for r in runs]
     names = [n if times[n] == 1 else f"{n} ({r.path.name})" for n, r in zip(names, runs, strict=True)]
@@ -122,41 +143,41 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 def _holdings(run: Run) -> tuple[Holdings | None, str]:
     try:
-        held = run.federation
+        return Holdings.of(run.federation), ""
     except InputError as error:
         return None, str(error)
-    return holdings_of(held), ""
-
-
-def holdings_of(held: Federation) -> Holdings:
-    sizes = [(len(c.train), len(c.val), len(c.test)) for c in held.clients]
-    names = tuple(c.name for c in held.clients)
-    return Holdings(tuple(held.classes), names, held.label_counts().tolist(), sizes, held.multilabel)
 
 
 def _facts(run: Run, label: str, holdings: Holdings | None, problem: str) -> Facts:
-    rows, last, finished = run.metrics, {}, False
+    rows, summary = run.folder.evaluations(), dict[str, Any]()
     try:
-        last = run.summary
-        finished = last["round"] >= run.config.train.rounds
+        summary = run.summary
     except Damaged:
         raise
-    except InputError:  # there is none yet
-        pass
-    metric = last.get("metric") or ("auc" if holdings and holdings.multilabel else "accuracy")
+    except InputError:
+        pass  # the run has no summary yet
+    # The summary of a run that was resumed for more rounds is an old one.
+    finished = bool(summary) and summary["round"] >= run.config.train.rounds
+    environment = {f"{k} version": str(v) for k, v in summary.get("versions", {}).items()}
+    environment |= {k: str(v) for k, v in summary.items() if k in ("device", "threads")}
     return Facts(
         label=label,
         folder=run.path.name,
         config=run.config,
-        data=str(last.get("data") or run.config.data.name),
-        metric=metric,
+        data=str(summary.get("data") or run.config.data.name),
+        unit="AUC" if _is_auc(run, summary, holdings) else "accuracy",
         rows=rows,
-        last=last if finished else (rows[-1] if rows else {}),  # a resumed run's summary is an old one
+        last=Evaluation.read(summary) if finished else rows[-1] if rows else None,
         finished=finished,
-        sizes=_sizes(run, dict(last.get("parameters") or {}), holdings),
+        sizes=_sizes(run, dict(summary.get("parameters", {})), holdings),
+        environment=environment if finished else {},
         holdings=holdings,
         problem=problem,
     )
+
+
+def _is_auc(run: Run, summary: dict[str, Any], holdings: Holdings | None) -> bool:
+    return summary["metric"] == "auc" if "metric" in summary else bool(holdings and run.federation.multilabel)
 
 
 def _sizes(run: Run, known: dict[str, int], holdings: Holdings | None) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The report's pictures: curves over rounds, clients' scores, who holds what."""
+"""The report's pictures: curves over rounds, scores per client, and who holds what."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .facts import Holdings
 from .svg import WIDTH, Frame, colour, dash, element, length, line, number, picture, shorten, text, ticks
 
 Point = tuple[int, float | None, float | None]  # round, value, standard deviation
-MOST_HOVERS = 3000  # marks of a picture that have a text of their own
+MOST_HOVERS = 3000  # bubbles in a picture; with more of them, none has a text on hover
 SIDE = 210.0  # width of the bars beside the bubbles
 
 
@@ -39,7 +39,7 @@ def curves(
     tick: Callable[[float], str] = number,
     bounded: bool = True,
 ) -> str:
-    """Lines over rounds; a single one with its standard deviation as a band. `bounded`: within 0 to 100."""
+    """Draws lines over rounds; a single one has its standard deviation as a band. `bounded`: within 0 to 100."""
     band = bounded and len(series) == 1
     frame = _frame(series, band, bounded, max([len(show(s.known[-1][1])) for s in series if s.known] or [0]))
     if frame is None:
@@ -49,8 +49,8 @@ def curves(
     for one in reversed(series):  # the first one on top
         parts += _curve(frame, one, show, band)
     parts += _ends(frame, [s for s in series if s.known], show) if len(series) < 4 else []
-    said = "; ".join(f"{s.label} {show(s.known[-1][1])}" for s in series if s.known)
-    return picture(WIDTH, 214, f"{label} over rounds, at the end: {said}", *parts)
+    ends = "; ".join(f"{s.label} {show(s.known[-1][1])}" for s in series if s.known)
+    return picture(WIDTH, 214, f"{label} over rounds, at the end: {ends}", *parts)
 
 
 def _frame(series: Sequence[Series], band: bool, bounded: bool, letters: int) -> Frame | None:
@@ -60,12 +60,12 @@ def _frame(series: Sequence[Series], band: bool, bounded: bool, letters: int) ->
     edges = [v + sign * ((s or 0.0) if band else 0.0) for _, v, s in known for sign in (-1, 1)]
     low, high = min(edges), max(edges)
     if bounded:
-        room = max(1.0, 0.08 * (high - low))
-        low, high = max(0.0, low - room), min(100.0, high + room)
+        margin = max(1.0, 0.08 * (high - low))
+        low, high = max(0.0, low - margin), min(100.0, high + margin)
     else:
         low, high = 0.0, max(high * 1.08, 1.0)
     rounds = [r for r, _, _ in known]
-    return Frame(min(rounds), max(rounds), low, high, right=WIDTH - 8 - 7.2 * letters)  # room for the last values
+    return Frame(min(rounds), max(rounds), low, high, right=WIDTH - 8 - 7.2 * letters)  # space for the last values
 
 
 def _axes(f: Frame, tick: Callable[[float], str]) -> list[str]:
@@ -81,13 +81,13 @@ def _axes(f: Frame, tick: Callable[[float], str]) -> list[str]:
 
 
 def _curve(f: Frame, one: Series, show: Callable[[float], str], band: bool) -> list[str]:
-    """Pieces between missing values, and a dot for each value."""
+    """Draws a line that breaks at missing values, and a dot for each value."""
     parts, kind = [], colour(one.index)
     if band:
-        held = [(r, v, s) for r, v, s in one.known if s is not None]
-        edge = [(r, min(f.high, v + s)) for r, v, s in held] + [(r, max(f.low, v - s)) for r, v, s in held[::-1]]
-        places = " ".join(f"{number(f.x(r))},{number(f.y(v))}" for r, v in edge)
-        parts.append(element("polygon", points=places, class_=f"band {kind}"))
+        known = [(r, v, s) for r, v, s in one.known if s is not None]
+        edge = [(r, min(f.high, v + s)) for r, v, s in known] + [(r, max(f.low, v - s)) for r, v, s in known[::-1]]
+        corners = " ".join(f"{number(f.x(r))},{number(f.y(v))}" for r, v in edge)
+        parts.append(element("polygon", points=corners, class_=f"band {kind}"))
     piece: list[str] = []
     for r, v, _ in [*one.points, (0, None, None)]:
         if v is not None:
@@ -98,13 +98,13 @@ def _curve(f: Frame, one: Series, show: Callable[[float], str], band: bool) -> l
             piece = []
     crowded = len(one.known) > 60
     for r, v, s in one.known[-1:] if crowded else one.known:
-        said = f"{one.label}, round {r}: {show(v)}" + ("" if s is None else f" ± {s:.2f}")
-        parts.append(element("circle", element("title", escape(said)), cx=f.x(r), cy=f.y(v), r=2.8, class_=kind))
+        hover = f"{one.label}, round {r}: {show(v)}" + ("" if s is None else f" ± {s:.2f}")
+        parts.append(element("circle", element("title", escape(hover)), cx=f.x(r), cy=f.y(v), r=2.8, class_=kind))
     return parts
 
 
 def _ends(f: Frame, series: Sequence[Series], show: Callable[[float], str]) -> list[str]:
-    """The last values, beside the lines' ends, moved apart where they would overlap."""
+    """Writes the last values at the ends of the lines, moved apart where they would overlap."""
     parts, free = [], f.top
     for one in sorted(series, key=lambda s: -s.known[-1][1]):
         last, value, _ = one.known[-1]
@@ -114,12 +114,12 @@ def _ends(f: Frame, series: Sequence[Series], show: Callable[[float], str]) -> l
     return parts
 
 
-# one row a client
+# one row per client
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where names and rows go."""
+    """Positions of names and rows."""
 
     names: Sequence[str]
     step: int
@@ -143,7 +143,7 @@ class Rows:
 
 
 def bars(label: str, values: Mapping[str, float | None], mean: float | None, index: int) -> str:
-    """A bar a client, from 0 to 100, the mean as a line."""
+    """Draws one bar per client, from 0 to 100, and the mean as a line."""
     rows = Rows.of(list(values))
     f = Frame(0, 100, 0, 1, left=rows.left, right=WIDTH - 44)
     parts = rows.labels()
@@ -158,30 +158,30 @@ def bars(label: str, values: Mapping[str, float | None], mean: float | None, ind
     if mean is not None:
         parts.append(line(f.x(mean), 6, f.x(mean), rows.bottom, "mean"))
     parts += _percent_axis(f, rows.bottom, [0, 25, 50, 75, 100])
-    said = "n/a" if mean is None else f"{mean:.2f}"
-    return picture(WIDTH, rows.bottom + 24, f"{label} of {len(values)} clients, mean {said}", *parts)
+    shown = "n/a" if mean is None else f"{mean:.2f}"
+    return picture(WIDTH, rows.bottom + 24, f"{label} of {len(values)} clients, mean {shown}", *parts)
 
 
 def dots(
-    label: str, names: Sequence[str], found: Sequence[tuple[str, Mapping[str, float | None]]], said: str = ""
+    label: str, names: Sequence[str], runs: Sequence[tuple[str, Mapping[str, float | None]]], spoken: str = ""
 ) -> str:
-    """A row a client, a dot a run; `said` is for those who cannot see, where rows and dots are something else."""
-    values = [v for _, held in found for v in held.values() if v is not None]
-    low, high = (min(values), max(values)) if values else (0.0, 100.0)
-    rows, room = Rows.of(names), max(1.0, 0.04 * (high - low))
-    f = Frame(max(0.0, low - room), min(100.0, high + room), 0, 1, left=rows.left, right=WIDTH - 12)
-    parts, apart = rows.labels(), min(2.5, 9 / len(found))  # equal values of two runs both show
+    """Draws one row per client and one dot per run. `spoken` replaces the label for screen readers."""
+    known = [v for _, values in runs for v in values.values() if v is not None]
+    low, high = (min(known), max(known)) if known else (0.0, 100.0)
+    rows, margin = Rows.of(names), max(1.0, 0.04 * (high - low))
+    f = Frame(max(0.0, low - margin), min(100.0, high + margin), 0, 1, left=rows.left, right=WIDTH - 12)
+    parts, apart = rows.labels(), min(2.5, 9 / len(runs))  # so that equal values of two runs both show
     for i, name in enumerate(names):
         parts.append(line(f.left, rows.y(i), f.right, rows.y(i), "grid"))
-        for k, (run, held) in reversed(list(enumerate(found))):
-            value = held.get(name)
+        for k, (run, values) in reversed(list(enumerate(runs))):
+            value = values.get(name)
             if value is not None:
                 hover = element("title", escape(f"{name}, {run}: {value:.2f}"))
-                y = rows.y(i) + (k - (len(found) - 1) / 2) * apart
+                y = rows.y(i) + (k - (len(runs) - 1) / 2) * apart
                 parts.append(element("circle", hover, cx=f.x(value), cy=y, r=3.8, class_=f"dot {colour(k)}"))
     parts += _percent_axis(f, rows.bottom, ticks(f.first, f.last))
-    said = said or f"{label} of {len(names)} clients in {len(found)} runs"
-    return picture(WIDTH, rows.bottom + 24, said, *parts)
+    spoken = spoken or f"{label} of {len(names)} clients in {len(runs)} runs"
+    return picture(WIDTH, rows.bottom + 24, spoken, *parts)
 
 
 def _percent_axis(f: Frame, bottom: float, values: Sequence[float]) -> list[str]:
@@ -195,40 +195,40 @@ def _percent_axis(f: Frame, bottom: float, values: Sequence[float]) -> list[str]
 # who holds what
 
 
-def bubbles(held: Holdings) -> str:
-    """Clients × classes; the area of a bubble is the number of training samples."""
-    cell = min(64.0, max(14.0, 680 / max(1, len(held.classes))))
-    rows = Rows.of(held.clients)
+def bubbles(holdings: Holdings) -> str:
+    """Draws clients × classes; the area of a bubble is the number of training samples."""
+    cell = min(64.0, max(14.0, 680 / max(1, len(holdings.classes))))
+    rows = Rows.of(holdings.clients)
     rows = Rows(rows.names, rows.step if len(rows.names) > 40 else max(rows.step, min(27, int(cell))), rows.left)
-    longest = max(map(length, held.classes), default=0)
+    longest = max(map(length, holdings.classes), default=0)
     tilted = longest * 7 > cell - 4
     head = 18 + (min(16, longest) * 5.2 if tilted else 0)
-    parts = [element("g", *_grid(rows, cell, held), transform=f"translate(0 {number(head - 10)})")]
-    for j, name in enumerate(held.classes):
+    parts = [element("g", *_grid(rows, cell, holdings), transform=f"translate(0 {number(head - 10)})")]
+    for j, name in enumerate(holdings.classes):
         x, turn = rows.left + (j + 0.5) * cell, ""
         if tilted:
             turn = f"rotate(-50 {number(x)} {number(head - 6)})"
         parts.append(text(x, head - 6, shorten(name, 16), "", "start" if tilted else "middle", name, turn))
-    full = rows.left + cell * len(held.classes) + SIDE
-    label = f"training samples of {len(held.classes)} classes at {len(held.clients)} clients"
+    full = rows.left + cell * len(holdings.classes) + SIDE
+    label = f"training samples of {len(holdings.classes)} classes at {len(holdings.clients)} clients"
     return picture(full, head + rows.bottom, label, *parts, least=full * (0.75 if full < 1000 else 0.9))
 
 
-def _grid(rows: Rows, cell: float, held: Holdings) -> list[str]:
-    top = max([n for row in held.counts for n in row] or [0]) or 1
-    most = max([train for train, _, _ in held.sizes] or [0]) or 1
+def _grid(rows: Rows, cell: float, holdings: Holdings) -> list[str]:
+    top = max([n for row in holdings.counts for n in row] or [0]) or 1
+    most = max([train for train, _, _ in holdings.sizes] or [0]) or 1
     largest = 0.5 * min(cell, rows.step) * 0.94
-    hovers = sum(n > 0 for row in held.counts for n in row) <= MOST_HOVERS
-    right, parts = rows.left + cell * len(held.classes), rows.labels()
-    for i, (client, row) in enumerate(zip(held.clients, held.counts, strict=True)):
-        y, train = rows.y(i), held.sizes[i][0]
+    hovers = sum(n > 0 for row in holdings.counts for n in row) <= MOST_HOVERS
+    right, parts = rows.left + cell * len(holdings.classes), rows.labels()
+    for i, (client, row) in enumerate(zip(holdings.clients, holdings.counts, strict=True)):
+        y, train = rows.y(i), holdings.sizes[i][0]
         bar = (SIDE - 60) * train / most
         parts.append(line(rows.left, y, right, y, "grid"))
         parts.append(element("rect", x=right + 12, y=y - 5, width=bar, height=10, rx=1.5, class_="bubble k5"))
         parts.append(text(right + 18 + bar, y + 4, f"{train:,}", "faint"))
         for j, count in enumerate(row):
             if count:
-                hover = element("title", escape(f"{client}, {held.classes[j]}: {count:,}")) if hovers else ""
+                hover = element("title", escape(f"{client}, {holdings.classes[j]}: {count:,}")) if hovers else ""
                 size = max(1.0, largest * math.sqrt(count / top))
                 x = rows.left + (j + 0.5) * cell
                 parts.append(element("circle", hover, cx=x, cy=y, r=size, class_="bubble k0"))

@@ -1,301 +1,183 @@
-"""The page around the pictures. Every text that comes from a run goes through `escape`."""
+"""The HTML page about runs: its pictures and numbers. page.html says where they go and escapes every text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
-from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..cli.tables import millions, unlikeness
-from ..sweep.standings import places
-from .facts import SCORES, SERVER, Facts, Holdings, finite, of
+from .facts import PERSONAL, SERVER, Facts, Holdings, mean_and_std, unlikeness
 from .figures import Series, bars, bubbles, curves, dots
-from .markup import common, figure, key, score, section, table
-from .svg import colour, human_bytes
+from .standings import places
+from .svg import colour, dash, human_bytes, millions
 
-PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>$title</title>
-<style>
-$style</style>
-</head>
-<body>
-<main>
-$body
-</main>
-</body>
-</html>
-""")
-
-
+SPLITS = {**PERSONAL, **SERVER}
 BUBBLES = "The area of a bubble is the number of training images; the bars are all of a client's."
 
 
+class Figure(NamedTuple):
+    title: str
+    about: str
+    drawing: str  # markup, as svg.py makes it
+    kind: str = ""
+
+
+class Tile(NamedTuple):
+    """One number in large type: a score, or a share in percent."""
+
+    title: str
+    about: str
+    score: tuple[float | None, float | None] = (None, None)
+    share: str = ""
+
+
 def page(runs: Sequence[Facts]) -> str:
-    parts = [_header(runs), _tiles(runs), _results(runs), _convergence(runs), _clients(runs)]
-    parts += [_holdings(runs), _communication(runs), *map(_about, runs)]
-    return _whole(_title(runs), parts)
-
-
-def _whole(title: str, parts: Sequence[str]) -> str:
-    style = (resources.files(__package__) / "style.css").read_text("utf8")
-    return PAGE.substitute(title=f"{escape(title)} · PerAda", style=style, body="\n".join(filter(None, parts)))
-
-
-def partition_page(data: str, held: Holdings) -> str:
-    """Who holds what, alone."""
-    apart = f"Mean total-variation distance between two clients' labels: {unlikeness(np.array(held.counts)):.2f}."
-    drawn = figure("", f"{BUBBLES} {apart}", bubbles(held), "scroll tall")
-    return _whole(
-        f"{data}: who holds what", [f"<header><h1>{escape(data)}</h1></header>", section("Who holds what", drawn)]
+    alike = len(runs) > 1 and len({(r.data, r.unit) for r in runs}) == 1
+    unit = common(r.unit for r in runs)
+    return _render(
+        title=f"{runs[0].label if len(runs) == 1 else f'{len(runs)} runs'} on {common(r.data for r in runs)}",
+        runs=runs,
+        several=len(runs) > 1,
+        setup=list(_setup(runs)),
+        tiles=list(_tiles(runs)),
+        unit=unit[0].upper() + unit[1:],
+        splits=SPLITS,
+        alike=alike,
+        places={n: _places(runs, n) if alike else [""] * len(runs) for n in SPLITS},
+        over_rounds=_over_rounds(runs) if any(r.rows for r in runs) else None,
+        by_client=_by_client(runs),
+        numbers=[("local_val", "Local-validation"), *((n, title) for n, (title, _) in PERSONAL.items())],
+        holdings=_holdings(runs),
+        communication=_communication(runs),
     )
 
 
-def _legend(runs: Sequence[Facts]) -> str:
-    if len(runs) == 1:
-        return ""
-    return '<ul class="legend">' + "".join(f"<li>{key(i)}{escape(r.label)}</li>" for i, r in enumerate(runs)) + "</ul>"
+def partition_page(data: str, holdings: Holdings) -> str:
+    """Who holds what, alone."""
+    apart = f"Mean total-variation distance between two clients' labels: {unlikeness(np.array(holdings.counts)):.2f}."
+    drawing = Figure("", f"{BUBBLES} {apart}", bubbles(holdings), "scroll tall")
+    return _render(title=f"{data}: who holds what", data=data, runs=(), holdings=[drawing])
 
 
-def _title(runs: Sequence[Facts]) -> str:
-    data = common(r.data for r in runs)
-    return f"{runs[0].label} on {data}" if len(runs) == 1 else f"{len(runs)} runs on {data}"
+def _render(**values: Any) -> str:
+    from jinja2 import Environment, StrictUndefined  # here, not above: only a report needs it
+
+    found = {name: (resources.files(__package__) / name).read_text("utf8") for name in ("page.html", "style.css")}
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["millions"] = millions
+    environment.globals |= {"colour": colour, "dash": dash, "costs": _costs, "machine": _machine}
+    return environment.from_string(found["page.html"]).render(style=found["style.css"], **values)
 
 
-def _header(runs: Sequence[Facts]) -> str:
+def common(values: Iterable[Any]) -> str:
+    """Returns what all runs have, or each of the values they have."""
+    return " / ".join(dict.fromkeys(str(v) for v in values))
+
+
+def _setup(runs: Sequence[Facts]) -> Iterator[str]:
     configs = [r.config for r in runs]
-    clients = common(len(r.clients) or c.data.clients for r, c in zip(runs, configs, strict=True))
-    chips = [
-        f"{clients} client{'' if clients == '1' else 's'}, {common(c.train.cohort or 'all' for c in configs)} a round",
-        f"{common(c.train.rounds for c in configs)} rounds, local epochs: {common(c.train.epochs for c in configs)}",
-        f"{common(c.model.backbone for c in configs)}, weights: {common(c.model.weights for c in configs)}",
-        "split: " + common(_split(c.data) for c in configs),
-        f"seed {common(c.run.seed for c in configs)}",
-    ]
     if len(runs) > 1:
-        chips.insert(0, common(r.config.method_name for r in runs))
-    flags = "".join(f'<p class="flag">{escape(_whose(r, runs))}{escape(r.state)}</p>' for r in runs if r.state)
-    listed = "".join(f"<li>{escape(c)}</li>" for c in chips)
-    over = '<p class="over">Personalised federated learning</p>'
-    return f'<header>{over}<h1>{escape(_title(runs))}</h1>{flags}<ul class="setup">{listed}</ul></header>'
+        yield common(c.method_name for c in configs)
+    clients, cohorts = (common(values) for values in zip(*map(_clients, runs), strict=True))
+    yield f"{clients} client{'' if clients == '1' else 's'}, {cohorts} per round"
+    yield f"{common(c.train.rounds for c in configs)} rounds, local epochs: {common(c.train.epochs for c in configs)}"
+    yield f"{common(c.model.backbone for c in configs)}, weights: {common(c.model.weights for c in configs)}"
+    yield "split: " + common(
+        f"Dirichlet, α = {c.data.alpha:g}" if c.data.partition == "dirichlet" else c.data.partition for c in configs
+    )
+    yield f"seed {common(c.run.seed for c in configs)}"
 
 
-def _split(data: Any) -> str:
-    return f"Dirichlet, α = {data.alpha:g}" if data.partition == "dirichlet" else str(data.partition)
+def _clients(run: Facts) -> tuple[int, int | str]:
+    """Returns how many clients a run has, and how many train per round."""
+    return len(run.clients) or run.config.data.clients, run.config.train.cohort or "all"
 
 
-def _whose(run: Facts, runs: Sequence[Facts]) -> str:
-    return f"{run.label} " if len(runs) > 1 else ""
-
-
-# numbers
-
-
-def _tiles(runs: Sequence[Facts]) -> str:
-    """The run's numbers; of several (finished) runs the best."""
-    parts, compete = [], [r for r in runs if r.finished] or runs
-    for index, (name, (title, about)) in enumerate(SCORES.items()):
-        found = [(m, r) for r in compete if (m := r.mean(name)) is not None]
+def _tiles(runs: Sequence[Facts]) -> Iterator[Tile]:
+    """The run's numbers; of several runs the best of the finished ones."""
+    finished = [r for r in runs if r.finished] or runs
+    for split, (title, about) in PERSONAL.items():
+        scores = [(r.label, *r.score(split)) for r in finished]
+        best = max((round(mean, 2) for _, mean, _ in scores if mean is not None), default=None)
         if len(runs) == 1:
-            parts.append(_tile(title, score(runs[0].mean(name), runs[0].std(name)), about, index))
-        elif found:
-            best = max(round(m, 2) for m, _ in found)
-            whose = [r for m, r in found if round(m, 2) == best]
-            names = common(r.label for r in whose) if len(whose) < 4 else f"{len(whose)} runs"
-            parts.append(_tile(f"Best {title}", score(best, whose[0].std(name)), names, index))
+            yield Tile(title, about, runs[0].score(split))
+        elif best is not None:
+            first = [(label, std) for label, mean, std in scores if mean is not None and round(mean, 2) == best]
+            names = common(label for label, _ in first) if len(first) < 4 else f"{len(first)} runs"
+            yield Tile(f"Best {title}", names, (best, first[0][1]))
     shares = [r.share for r in runs if r.share is not None]
-    ends = list(dict.fromkeys(f"{s:.1f}" for s in (min(shares), max(shares)))) if shares else []
-    value = "–".join(ends) + " <small>%</small>" if ends else score(None)
-    about = "of the full model's parameters, a client and round"
+    ends = dict.fromkeys(f"{s:.1f}" for s in (min(shares), max(shares))) if shares else ()
+    about = "of the full model's parameters, per client and round"
     if len(runs) == 1 and shares:
         sizes = runs[0].sizes
-        about = f"of the full model, a client and round: {sizes['communicated']:,} of {sizes['full']:,} parameters"
-    parts.append(_tile("Uploaded", value, about, 3))
-    return '<div class="tiles">' + "".join(parts) + "</div>"
+        about = f"of the full model, per client and round: {sizes['communicated']:,} of {sizes['full']:,} parameters"
+    yield Tile("Uploaded", about, share="–".join(ends))
 
 
-def _tile(title: str, value: str, about: str, index: int) -> str:
-    name = f'<span class="name">{escape(title)}</span>'
-    return f'<div class="tile {colour(index)}">{name}<b>{value}</b><span>{escape(about)}</span></div>'
+def _places(runs: Sequence[Facts], split: str) -> Sequence[str]:
+    """Best and runner-up; unfinished runs do not compete."""
+    return places([r.score(split)[0] if r.finished else None for r in runs])
 
 
-def _results(runs: Sequence[Facts]) -> str:
-    names = [*SCORES, "global_model"]
-    found = {n: [r.server if n == "global_model" else r.mean(n) for r in runs] for n in names}
-    alike = len({(r.data, r.metric) for r in runs}) == 1
-    marks = {n: _marks(v, [r.finished for r in runs]) if alike else [""] * len(runs) for n, v in found.items()}
-    rows = []
-    for i, r in enumerate(runs):
-        flag = f' <small class="flag">{escape(r.state)}</small>' if r.state else ""
-        sizes = [millions(r.sizes[k]) if k in r.sizes else "n/a" for k in ("trained", "communicated")]
-        share = "" if r.share is None else f" <small>({r.share:.1f} %)</small>"
-        scores = [score(found[n][i], None if n == "global_model" else r.std(n), marks[n][i]) for n in names]
-        rows.append([(key(i) if len(runs) > 1 else "") + escape(r.label) + flag, sizes[0], sizes[1] + share, *scores])
-    head = ["Method", "Trained", "Sent", *(title for title, _ in SCORES.values()), SERVER[0]]
-    said = f"{common(r.unit for r in runs).capitalize().replace('Auc', 'AUC')} in %, mean ± standard deviation"
-    said += " over the clients' personal models. Trained and sent: parameters of a client, a round."
-    if len(runs) > 1 and alike:
-        said += " Best in bold, runner-up underlined."
-    notes = f"<p>{escape(_guard(runs[0]))}</p>" if len(runs) == 1 else ""
-    return section("Results", f'<p class="note">{escape(said)}</p>', table(head, rows, said), notes)
-
-
-def _marks(values: Sequence[float | None], finished: Sequence[bool]) -> list[str]:
-    """b for the best shown value, u for the next one; unfinished runs do not compete."""
-    tags = {"best": "b", "next": "u", "": ""}
-    return [tags[p] for p in places([v if done else None for v, done in zip(values, finished, strict=True)])]
-
-
-def _guard(run: Facts) -> str:
-    distilled, accepted = run.last.get("distilled", 0), run.last.get("accepted", 0)
-    if not distilled:
-        return "No distillation."
-    if run.config.distill.guard == "none":
-        return f"Distilled in {distilled} rounds, without a guard."
-    share = f"{100 * accepted / distilled:.0f} %"
-    return f"The guard accepted the distilled adapter in {accepted} of {distilled} rounds ({share})."
-
-
-# pictures
-
-
-def _series(runs: Sequence[Facts], name: str, index: int) -> list[Series]:
-    inner = "global_test" if name == "global_model" else "mean"
-    return [
-        Series(
-            r.label,
-            i if len(runs) > 1 else index,
-            [(row["round"], finite(of(row, name, inner)), finite(of(row, name, "std"))) for row in r.rows],
-        )
-        for i, r in enumerate(runs)
-    ]
-
-
-def _convergence(runs: Sequence[Facts]) -> str:
-    if not any(r.rows for r in runs):
-        return section("Over rounds", '<p class="note">No round was evaluated yet.</p>')
+def _over_rounds(runs: Sequence[Facts]) -> list[Figure]:
     panels = []
-    shown = [(n, *SCORES[n]) for n in ("local_test", "global_test")]
-    for index, (name, title, about) in enumerate([*shown, ("global_model", *SERVER)]):
-        series = _series(runs, name, index)
-        if any(s.known for s in series):
-            panels.append(figure(title, about, curves(title, series)))
-    unit = common(r.unit for r in runs)
-    note = f"{unit} in %".capitalize().replace("Auc", "AUC")
-    note += "; the band is one standard deviation over clients." if len(runs) == 1 else "."
-    return section(
-        "Over rounds", f'<p class="note">{note}</p>', _legend(runs), f'<div class="panels">{"".join(panels)}</div>'
-    )
-
-
-def _clients(runs: Sequence[Facts]) -> str:
-    names = list(dict.fromkeys(c for r in runs for c in r.clients))
-    panels = []
-    for index, (name, (title, about)) in enumerate(SCORES.items()):
-        found = [(r.label, r.per_client(name)) for r in runs]
-        if not any(held for _, held in found):
-            continue
-        alone = len(runs) == 1
-        drawn = bars(title, found[0][1], runs[0].mean(name), index) if alone else dots(title, names, found)
-        panels.append(figure(title, about, drawn, "tall"))
-    if not panels:
-        return ""
-    note = "The last evaluation. " + ("Dashed: the mean." if len(runs) == 1 else "A dot a run.")
-    inside = f'<div class="panels">{"".join(panels)}</div>'
-    numbers = f"<details><summary>All numbers</summary>{''.join(_numbers(r, runs) for r in runs)}</details>"
-    return section("Client by client", f'<p class="note">{note}</p>', _legend(runs), inside, numbers)
-
-
-def _numbers(run: Facts, runs: Sequence[Facts]) -> str:
-    """The same as a table."""
-    held = run.holdings
-    sizes = dict(zip(held.clients, held.sizes, strict=True)) if held else {}
-    shown = {n: t for n, (t, _) in SCORES.items() if run.per_client(n)}
-    shown = {"local_val": "Local-validation", **shown} if run.per_client("local_val") else shown
-    rows = [
-        [escape(c), *(f"{n:,}" for n in sizes.get(c, ())), *(score(run.per_client(n).get(c)) for n in shown)]
-        for c in run.clients
-    ]
-    head = ["Client", *(("Train", "Validation", "Test") if held else ()), *shown.values()]
-    title = f"<h3>{escape(run.label)}</h3>" if len(runs) > 1 else ""
-    return title + table(head, rows, f"{run.label}, client by client")
-
-
-def _holdings(runs: Sequence[Facts]) -> str:
-    shown: list[Facts] = []
-    for r in runs:
-        if r.holdings and all(r.holdings != s.holdings for s in shown):
-            shown.append(r)
-    if not shown:
-        return section("Who holds what", f'<p class="note">Not shown: {escape(runs[0].problem)}</p>')
-    about = BUBBLES
-    names = [f"{r.data} ({r.label})" if len(shown) > 1 else "" for r in shown]
-    drawn = [bubbles(r.holdings) for r in shown if r.holdings]
-    return section("Who holds what", *(figure(n, about, d, "scroll tall") for n, d in zip(names, drawn, strict=True)))
-
-
-def _communication(runs: Sequence[Facts]) -> str:
-    names = {"bytes_up": "from clients", "bytes_down": "to clients"}
-    if len(runs) == 1:
-        series = [
-            Series(label, i, [(0, 0.0, None), *((row["round"], finite(row.get(n)), None) for row in runs[0].rows)])
-            for i, (n, label) in enumerate(names.items(), 4)
-        ]
-    else:
-        series = [
-            Series(r.label, i, [(0, 0.0, None), *((row["round"], _moved(row), None) for row in r.rows)])
+    for index, split in enumerate(("local_test", "global_test", "global_model")):
+        lines = [
+            Series(r.label, i if len(runs) > 1 else index, [(row.round, *mean_and_std(row, split)) for row in r.rows])
             for i, r in enumerate(runs)
         ]
-    drawn = curves("Communicated", series, human_bytes, human_bytes, bounded=False)
-    about = "To and from all clients together, since the start."
+        if any(s.known for s in lines):
+            title, about = SPLITS[split]
+            panels.append(Figure(title, about, curves(title, lines)))
+    return panels
+
+
+def _by_client(runs: Sequence[Facts]) -> list[Figure]:
+    names = list(dict.fromkeys(c for r in runs for c in r.clients))
+    panels = []
+    for index, (split, (title, about)) in enumerate(PERSONAL.items()):
+        scores = [(r.label, r.per_client(split)) for r in runs]
+        if not any(of for _, of in scores):
+            continue
+        alone = bars(title, scores[0][1], runs[0].score(split)[0], index) if len(runs) == 1 else ""
+        panels.append(Figure(title, about, alone or dots(title, names, scores), "tall"))
+    return panels
+
+
+def _holdings(runs: Sequence[Facts]) -> list[Figure]:
+    """Each partition once."""
+    shown: list[tuple[Holdings, str]] = []
+    for r in runs:
+        if r.holdings and all(r.holdings != known for known, _ in shown):
+            shown.append((r.holdings, f"{r.data} ({r.label})"))
+    return [Figure(name if len(shown) > 1 else "", BUBBLES, bubbles(of), "scroll tall") for of, name in shown]
+
+
+def _communication(runs: Sequence[Facts]) -> Figure:
+    start = (0, 0.0, None)
     if len(runs) == 1:
-        about = "All clients together, since the start."
-    rows = [
-        [escape(r.label), *(_bytes(r.last.get(n)) for n in names), _bytes(_each(r)), escape(_guard(r))] for r in runs
-    ]
-    head = ["Method", "From clients", "To clients", "Up, a client and round", "Distillation"]
-    parts = [_legend(runs), figure("Communicated bytes", about, drawn)]
-    if len(runs) == 1:
-        keys = zip([key(4), key(5), "", ""], head[1:], rows[0][1:], strict=True)
-        facts = "".join(f"<dt>{drawn}{escape(k)}</dt><dd>{v}</dd>" for drawn, k, v in keys)
-        parts = [f'<div class="panels side">{parts[1]}<dl>{facts}</dl></div>']
+        about, rows = "All clients together, since the start.", runs[0].rows
+        lines = [
+            Series("from clients", 4, [start, *((row.round, float(row.bytes_up), None) for row in rows)]),
+            Series("to clients", 5, [start, *((row.round, float(row.bytes_down), None) for row in rows)]),
+        ]
     else:
-        parts = [*parts, table(head, rows, "Communicated bytes and distillation")]
-    return section("Communication and distillation", *parts)
+        about = "To and from all clients together, since the start."
+        lines = [
+            Series(r.label, i, [start, *((row.round, float(row.bytes_up + row.bytes_down), None) for row in r.rows)])
+            for i, r in enumerate(runs)
+        ]
+    return Figure("Communicated bytes", about, curves("Communicated", lines, human_bytes, human_bytes, bounded=False))
 
 
-def _bytes(value: Any) -> str:
-    return "n/a" if value is None else human_bytes(value)
+def _costs(run: Facts) -> list[str]:
+    """Returns bytes from clients, to clients, per client and round, and what the distillation did."""
+    sizes = (run.last.bytes_up, run.last.bytes_down, run.upload) if run.last else (None,) * 3
+    return [*("n/a" if size is None else human_bytes(size) for size in sizes), run.guard]
 
 
-def _moved(row: dict[str, Any]) -> float | None:
-    up, down = finite(row.get("bytes_up")), finite(row.get("bytes_down"))
-    return None if up is None or down is None else up + down
-
-
-def _each(run: Facts) -> float | None:
-    """Measured bytes that a client sends in a round."""
-    up, rounds = finite(run.last.get("bytes_up")), run.last.get("round")
-    cohort = run.config.train.cohort or len(run.clients)
-    return up / rounds / cohort if up is not None and rounds and cohort else None
-
-
-def _about(run: Facts) -> str:
-    """How to make it again."""
-    last = run.last
-    facts = {"folder": run.folder, **{f"{k} version": v for k, v in (last.get("versions") or {}).items()}}
-    facts |= {k: last[k] for k in ("device", "threads") if k in last}
-    if (seconds := finite(last.get("seconds"))) is not None:
-        facts["training and evaluation"] = f"{seconds:,.1f} s"
-    listed = "".join(f"<dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd>" for k, v in facts.items())
-    name = f"Configuration and versions: {escape(run.label)}"
-    config = escape(run.config.toml())
-    return f'<details class="about"><summary>{name}</summary><dl>{listed}</dl><pre>{config}</pre></details>'
+def _machine(run: Facts) -> list[tuple[str, str]]:
+    seconds = {"training and evaluation": f"{run.last.seconds:,.1f} s"} if run.last else {}
+    return list({"folder": run.folder, **run.environment, **seconds}.items())

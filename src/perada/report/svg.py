@@ -1,4 +1,4 @@
-"""Small pieces of SVG. Colours are classes and CSS variables of the page, so pictures follow its scheme."""
+"""Small pieces of SVG. Colours are classes and variables of the page's CSS, so pictures follow its colour scheme."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import unicodedata
 from dataclasses import dataclass
 from html import escape
 
-WIDTH = 360  # of a panel: a phone's width, so that text has its size everywhere
+WIDTH = 360  # of a panel: a phone's width, so that text has the same size everywhere
 COLOURS, DASHES = 8, ("", "6 3", "2 3")  # a ninth line has the first one's colour, dashed
 
 
@@ -16,17 +16,17 @@ def number(value: float) -> str:
 
 
 def element(name: str, *children: str, **attributes: str | float | None) -> str:
-    """`children` are markup, attribute values are text. `class_` and `stroke_width` as Python wants them."""
-    held = ""
+    """Returns markup. `children` are markup, attribute values are text; `text_anchor` becomes text-anchor."""
+    shown = ""
     for key, value in attributes.items():
         if value is not None and value != "":
-            shown = escape(value) if isinstance(value, str) else number(value)
-            held += f' {key.rstrip("_").replace("_", "-")}="{shown}"'
-    return f"<{name}{held}>{''.join(children)}</{name}>"
+            word = escape(value) if isinstance(value, str) else number(value)
+            shown += f' {key.rstrip("_").replace("_", "-")}="{word}"'
+    return f"<{name}{shown}>{''.join(children)}</{name}>"
 
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "", full: str = "", turn: str = "") -> str:
-    """`full` is shown on hover, where `words` is its shortened form."""
+    """Returns a text; `full` is shown on hover if `words` is its short form."""
     hover = element("title", escape(full)) if full and full != words else ""
     at = {"text_anchor": anchor, "transform": turn}
     return element("text", hover, escape(words), x=x, y=y, class_=kind, **at)
@@ -37,7 +37,7 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
 
 
 def picture(width: float, height: float, label: str, *children: str, least: float = 0) -> str:
-    """`least` is the width in pixels below which it is scrolled, not shrunk."""
+    """Returns a whole picture; below a width of `least` pixels it is scrolled instead of made smaller."""
     style = f"max-width:{number(width * (1.05 if least else 1.2))}px"
     style += f";min-width:{number(least)}px" if least else ""
     box = f"0 0 {number(width)} {number(height)}"
@@ -53,7 +53,7 @@ def dash(index: int) -> str:
 
 
 def length(words: str) -> int:
-    """In letters; an East Asian one is as wide as two."""
+    """Returns the width in letters; an East Asian letter is as wide as two."""
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in words)
 
 
@@ -69,7 +69,7 @@ def shorten(words: str, most: int) -> str:
 
 
 def ticks(low: float, high: float, most: int = 6, whole: bool = False) -> list[float]:
-    """Round numbers within [low, high], at most `most`."""
+    """Returns at most `most` round numbers within [low, high]."""
     if high <= low:
         return [low]
     size = 10.0 ** math.floor(math.log10((high - low) / most))
@@ -83,7 +83,7 @@ def ticks(low: float, high: float, most: int = 6, whole: bool = False) -> list[f
 
 @dataclass(frozen=True)
 class Frame:
-    """From numbers to places in a panel: x in [first, last], y in [low, high]."""
+    """Turns numbers into positions in a panel: x in [first, last], y in [low, high]."""
 
     first: float
     last: float
@@ -103,8 +103,13 @@ class Frame:
         return self.bottom - (value - self.low) / (self.high - self.low) * (self.bottom - self.top)
 
 
+def millions(count: int) -> str:
+    """Returns a number of parameters, such as `24,660` or `11.18M`."""
+    return f"{count / 1e6:.2f}M" if count >= 10**5 else f"{count:,}"
+
+
 def human_bytes(value: float) -> str:
-    """Decimal units: `12.9 MB`."""
+    """Returns a size in decimal units, such as `12.9 MB`."""
     power = min(4, max(0, int(math.log10(value) / 3))) if value >= 1 else 0
     value, unit = value / 1000**power, ("B", "kB", "MB", "GB", "TB")[power]
     digits = 0 if power == 0 or value >= 100 else 1

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import Damaged, InputError
-from .jsonfiles import fits, read_object, read_rows
 from ..lanes import State
+from .jsonfiles import fits, read_object, read_rows
 from .rows import Evaluation
 
 try:
@@ -215,8 +214,14 @@ class RunFolder:
         return read_rows(self.path / "metrics.jsonl", {"round": int})
 
     def evaluations(self) -> list[Evaluation]:
-        """The same, typed."""
-        return [Evaluation.read(row) for row in self.metrics()]
+        """Returns the rows of metrics.jsonl as objects."""
+        found = []
+        for line, row in enumerate(self.metrics(), 1):
+            try:
+                found.append(Evaluation.read(row))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise Damaged(f"{self.path / 'metrics.jsonl'} is damaged: remove its line {line}") from error
+        return found
 
     def cut_metrics(self, after: int) -> None:
         """Forget what was measured after round `after`: it will be measured again."""
@@ -364,9 +369,3 @@ class RunFolder:
     def backbone(self) -> Path | None:
         path = self.path / "backbone.safetensors"
         return path if path.is_file() else None
-
-
-def device_of(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("run.device=cuda: torch sees no CUDA device here; use --device cpu or auto")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")

@@ -1,28 +1,19 @@
-"""From the first round to the last: saving, evaluating, reporting on the way."""
+"""From the first round to the last in a run folder: saving, evaluating, telling callbacks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
+from ..callbacks import Callback, Metrics
+from ..client.cohort import SPLITS, LocalCohort
+from ..experiment import Experiment
 from .folder import RunFolder
-from ..experiment import Simulation
+from .rows import Evaluation
 
-
-@dataclass(frozen=True)
-class Progress:
-    """What happened in a round, for progress bars and logs."""
-
-    round: int
-    rounds: int
-    metrics: dict[str, Any] | None  # where this round was evaluated
-    failed: tuple[str, ...]  # clients whose training stopped being finite
-    stage: str = "training"  # or pretraining
-
-
+MARKS = {"gathered": "gathered", "trained": "updated"}  # what the boundaries inside a round are called
 PAUSE = 15.0  # seconds from a checkpoint to the next, on a GPU: taking one there stops the training for a moment
 
 
@@ -62,39 +53,49 @@ class Saver:
             last.result()
 
 
-def run(
-    sim: Simulation,
+def train_in(
+    experiment: Experiment,
     folder: RunFolder,
-    on_round: Callable[[Progress], None] = lambda progress: None,
-    splits: Sequence[str] = ("local", "val", "global"),
-) -> dict[str, Any]:
-    """Train to the last round, saving and evaluating (on `splits`) on the way; returns the last evaluation.
+    callbacks: Sequence[Callback] = (),
+    splits: Sequence[str] = SPLITS,
+    stage: str = "training",
+) -> Evaluation:
+    """Trains to the last round, saving and evaluating (on `splits`) on the way; returns the last evaluation.
 
-    An interruption saves the last finished round before it goes on up.
+    An interruption saves the last finished round before it is passed on.
     """
-    options, last = sim.config.run, sim.config.train.rounds
-    rows = {r["round"]: r for r in folder.metrics()}
-    saver = Saver(beside=sim.model.device.type != "cpu")
+    local, every = isinstance(experiment.cohort, LocalCohort), experiment.options.checkpoint_every
+    rows = {row.round: row for row in folder.evaluations()}
+    saver = Saver(beside=local and experiment.device.type != "cpu")
+    listeners = [Metrics(folder), *callbacks]
     try:
-        while True:
-            at = sim.now.round
-            if at == last and not sim.now.finished:
-                sim.finish()
-                if sim.now.finished:
-                    saver.take(sim.snapshot(folder))
-            due = at == last or (at and at % options.eval_every == 0)
-            if due and at not in rows:  # it may be there already: the run was stopped just after it
-                rows[at] = sim.evaluate(splits)
-                folder.append_metrics(rows[at])
-            on_round(Progress(at, last, rows.get(at), tuple(sim.now.last.get("failed", ()))))
-            if at >= last:
-                return rows[at]
-            sim.step()
-            if sim.now.round == last or (sim.now.round % options.checkpoint_every == 0 and saver.due()):
-                saver.take(sim.snapshot(folder))
+        for callback in listeners:
+            callback.start(experiment)
+        for step in experiment.progress(rows, splits):
+            began = step.round - (step.event == "trained")  # a round is called by its number when it began
+            if step.event in MARKS:
+                experiment.mark(MARKS[step.event], began)
+            if step.row is not None:
+                rows[step.round] = step.row
+                for callback in listeners:
+                    callback.evaluation(step.row)
+                experiment.mark("measured", step.round)
+            if step.event == "round":
+                for callback in listeners:
+                    callback.round(replace(step, row=rows.get(step.round), stage=stage))
+            last = step.round >= experiment.train.rounds
+            if step.event == "trained" and (last or not local or (step.round % every == 0 and saver.due())):
+                saver.take(experiment.snapshot(folder))
+                experiment.mark("saved", began)
+            if step.event == "finished":
+                saver.take(experiment.snapshot(folder))
+                experiment.mark("finished", began)
+        for callback in listeners:
+            callback.end(experiment)
+        return rows[experiment.now.round]
     except KeyboardInterrupt:
-        if sim.now.changed:
-            saver.take(sim.snapshot(folder))
+        if experiment.now.changed:
+            saver.take(experiment.snapshot(folder))
         raise
     finally:
         saver.close()

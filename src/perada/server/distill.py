@@ -8,7 +8,7 @@ Bernoulli, summed over labels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..data.federation import Federation
 from ..data.public import Chunks
+from ..errors import InputError
 from ..lanes import (
     Batch,
     Gradient,
@@ -30,9 +32,7 @@ from ..lanes import (
     Stem,
     Update,
     fast_kernels,
-    flattened,
     fold,
-    key_of,
     loop,
     rng_of,
     sent,
@@ -106,6 +106,18 @@ def chunks_of(images: int, options: Distill, seed: int) -> list[Tensor]:
     order = order[: options.size or images]
     size = min(options.batch, len(order))
     return [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
+
+
+def public_chunks(images: Tensor, federation: Federation, options: Distill, dtype: torch.dtype) -> Chunks:
+    """Returns public images as chunks on the federation's device, prepared when they are asked for."""
+    if images.shape[2:] != federation.images.shape[2:]:
+        raise InputError(
+            f"public images are {tuple(images.shape[2:])} pixels and the clients' {tuple(federation.images.shape[2:])}"
+        )
+    if len(images) < 2 or options.size == 1:
+        raise InputError("distillation needs at least two public images: batch norm cannot normalise one")
+    chunks = torch.stack(chunks_of(len(images), options, federation.seed)).to(federation.device)
+    return Chunks(federation, images.to(federation.device), chunks, dtype)
 
 
 def chunks_in(round: int, steps: int, chunks: int) -> list[int]:
@@ -313,48 +325,3 @@ def distill(
     candidates, good = stack(*kept), torch.cat(finite[1:])
     params = {n: torch.where(good.view(-1, *[1] * (p.dim() - 1)), p, torch.nan) for n, p in candidates.params.items()}
     return State(params, candidates.buffers), torch.cat(traces)
-
-
-@dataclass
-class Server:
-    """What a method sees of the server in one round: the mean, the public data, the guard."""
-
-    model: LaneModel
-    images: Sequence[Tensor | Stem]  # prepared public chunks; empty where there are none
-    options: Distill
-    multilabel: bool
-    round: int
-    seed: int
-    score: Callable[[State], Tensor]  # candidates -> losses [candidates, judges], NaN where a judge has no data
-    clients: int = 1  # how many there are, sampled or not
-    weights: Sequence[float] | None = None  # sample counts of the uploads, where weighting asks for them
-    lanes_at_once: int = 0  # teachers in one pass; 0 is all
-    log: dict[str, object] | None = None  # what the distillation did, for metrics.jsonl
-
-    def distill(self, student: State, teachers: State) -> State:
-        """R steps from `student`, then the guard. Returns the student unchanged where nothing is to be done."""
-        o = self.options
-        if o.steps == 0 or (o.rounds and self.round >= o.rounds):
-            return student
-        if not self.images:
-            raise ValueError("distillation needs public images: set distill.data, or distill.steps=0")
-        key = key_of(self.seed, self.round, "distill")
-        found, trace = distill(
-            self.model, student, teachers, self.images, o, self.multilabel, key, self.lanes_at_once, self.round
-        )
-        good = torch.stack([t.isfinite().all(1) for t in flattened(found).flat or ()]).all(0)
-        losses = self.score(found) if o.guard != "none" else None
-        finite = good.cpu()  # here a GPU is waited for: all its work of this round was given to it
-        self.log = {"kl_first": float(trace[0]), "kl_last": float(trace[-1])}
-        if losses is None:
-            self.log["diverged"] = not bool(finite[-1])
-            return found if finite[-1] else student
-        steps, judges = list(o.judged()), ~losses[0].isnan()  # a judge without data has no opinion on anything
-        judged = losses[:, judges].mean(1) if judges.any() else torch.zeros(len(steps))
-        judged[1:][~finite[1:]] = torch.inf
-        best = int(judged.nan_to_num(nan=torch.inf).argmin())  # the first of equals: the plain average
-        known = [x if judges.any() and math.isfinite(x) else None for x in judged.tolist()]
-        self.log |= {"guard_steps": steps, "guard_losses": known, "guard_chose": steps[best]}
-        if o.keep_stats == "student":  # 0 steps may be the plain average, or that with statistics of the public images
-            self.log["guard_index"] = best
-        return found.map(lambda t: t[best : best + 1].clone())

@@ -1,56 +1,38 @@
-"""All chosen methods, several seeds, one split: a folder of runs and the paper's table of them."""
+"""Several methods and seeds on one split: a folder of runs and the paper's table of them."""
 
 from __future__ import annotations
 
-import shlex
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..config import Config, resolve
+from ..config.settings import Settings, absolute, for_method, given, moved
 from ..data import Federation, build_federation
-from ..errors import InputError, Interrupted, RunError
+from ..errors import InputError
 from ..experiment import Say
 from ..lanes import Pool
-from ..report import write_report
-from ..runs.folder import device_of, write_atomic
-from ..runs.loop import Progress
-from ..runs.names import chosen_source, free_path, newest_path, resumable, source_name, whole_name
-from ..runs.run import Run, load, train
-from . import standings
-from .plan import (
-    absolute,
-    again,
-    check_all,
-    choose_methods,
-    keep_backbone,
-    moved,
-    once,
-    planned,
-    read_plan,
-    refuse_taken,
-    settings_for,
-    shared_backbone,
-    whole,
-    working_in,
-    write_plan,
-)
-from .workers import jobs_for, share_lanes, shares, work_through
-
-PLAN = "plan.json"
+from ..machine import device_of
+from ..report import standings, write_report
+from ..runs.folder import write_atomic
+from ..runs.names import resumable, whole_name
+from ..runs.run import Run, load
+from ..runs.train import OnProgress, train
+from .plan import PlanFolder, begun, check_all, choose_methods, keep_backbone, located, shared_backbone
+from .workers import OnRun, Train, Trainings
 
 
 class Comparison:
-    """A folder with `plan.json` (what was asked for), `plan/NAME.toml` and a run folder each, and the tables."""
+    """The folder of a comparison: the plan, a run folder per method and seed, and the tables of what is finished."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.folder = PlanFolder(self.path, "comparison")
 
     @property
     def plan(self) -> dict[str, Any]:
-        return read_plan(self.path, PLAN, "comparison")
+        return self.folder.read()
 
     @property
     def names(self) -> list[str]:
@@ -68,11 +50,16 @@ class Comparison:
     def standings(self) -> standings.Standings:
         return standings.standings([run.summary for run in self.runs])
 
+    def table(self) -> list[dict[str, Any]]:
+        """Returns one row per method: its scores over clients and seeds, and its number of parameters."""
+        rows: list[dict[str, Any]] = standings.as_json(self.standings())["methods"]
+        return rows
+
     def write_tables(self) -> None:
-        found = self.standings()
+        table = self.standings()
         files = {"md": standings.markdown, "csv": standings.comma_separated, "tex": standings.latex}
         for ending, made in files.items():
-            write_atomic(self.path / f"table.{ending}", made(found).encode())
+            write_atomic(self.path / f"table.{ending}", made(table).encode())
 
 
 def compare(
@@ -80,119 +67,75 @@ def compare(
     *,
     methods: str | Sequence[str] | None = None,
     seeds: int | None = None,
-    data: str | None = None,
-    set: Mapping[str, Any] | None = None,
+    data: str | Path | None = None,
+    set: Settings | None = None,
     device: str | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     jobs: int = 1,
-    on_run: Callable[[int, int, str], None] = lambda at, total, name: None,
-    on_round: Callable[[Progress], None] = lambda progress: None,
+    on_run: OnRun = lambda finished, total, name: None,
+    on_round: OnProgress = lambda progress: None,
     say: Say = lambda text: None,
 ) -> Comparison:
-    """Train every method with every seed (default 1) on one split (`data.seed`), and write the tables.
+    """Trains every method with every seed on one split, and writes the tables and a report.
 
-    With `resume` finished runs are kept, a run that was stopped goes on, and methods or seeds that are asked for
-    beyond the plan are added to it. `jobs` processes of one thread each share the runs; 0 is as many as is sensible
-    here (which needs the caller's module to be guarded by `if __name__ == "__main__"`).
+    source: a preset or a TOML file. methods: a list or `a,b,c`; by default all. seeds: how many; by default 1.
+    resume: keeps finished runs and continues the others; more methods or seeds than planned are added.
+    jobs: processes of one thread each that share the runs; 0 is as many as is sensible here. With more than one, the
+    caller's module needs `if __name__ == "__main__"`.
     """
-    overrides = dict(set or {})
-    for key, value in (("data.root", data), ("run.device", device)):
-        if value is not None:
-            overrides[key] = value
+    settings = given(set, data=data, device=device)
     if seeds is not None and seeds < 1:
         raise InputError(f"--seeds must be at least 1, not {seeds}")
-    chosen = chosen_source(source, data)
-    path = Path(out) if out is not None else Path("runs") / f"compare-{source_name(chosen)}"
-    if out is None:
-        path = newest_path(path) if resume else free_path(path)
-    found = Comparison(path)
-    if not resume:
-        refuse_taken(path, PLAN)
-    with working_in(path, fresh=not resume):
-        if resume:
-            federation = _take_up(found, source, methods, seeds, overrides)
-        else:
-            federation = _begin(found, chosen, choose_methods(methods), seeds or 1, overrides)
-        _go_through(found, federation, jobs, moved(overrides), on_run, on_round, say)
+    folder, chosen = located("comparison", source, data, out, resume)
+    found, here = Comparison(folder.path), moved(settings)
+    new = () if resume else _planned(chosen, choose_methods(methods), seeds or 1, settings)
+    federation = check_all(new[1].values()) if new else None
+    with folder.working(*new):
+        federation = federation or _continue(found, source, methods, seeds, settings)
+        work = Trainings(found.names, found.finished, _trainer(found, here, federation), found.write_tables)
+        with resumable(folder.path, folder.command):
+            work.run(jobs, federation.device, on_run, on_round, say, (_worker, found.path, here))
+            found.write_tables()
+            write_report(found.runs, found.path / "report.html")
     return found
 
 
-def _go_through(
-    found: Comparison,
-    federation: Federation,
-    jobs: int,
-    here: dict[str, Any],
-    on_run: Callable[[int, int, str], None],
-    on_round: Callable[[Progress], None],
-    say: Say,
-) -> None:
-    """Train what is not finished, write the tables and the report."""
-    names, left, speak = found.names, [n for n in found.names if not found.finished(n)], once(say)
-
-    def done(name: str) -> None:
-        with resumable(found.path, "perada compare"):
-            found.write_tables()
-        finished = sum(map(found.finished, names))
-        on_run(finished, len(names), "done" if finished == len(names) else f"{name} done")
-
-    on_run(len(names) - len(left), len(names), left[0] if left else "done")
-    many = jobs or jobs_for(len(left), federation.device)
-    if many > 1 and not shares(federation.device):
-        _all_at_once(found, left, many, here, done, speak)
-        left = []
-    elif many > 1:
-
-        def at(text: str) -> None:
-            on_run(sum(map(found.finished, names)), len(names), text)
-
-        share_runs(found, left, many, here, federation, at, done, speak)
-        left = []
-    for name in left:
-        on_run(sum(map(found.finished, names)), len(names), name)
-        _train(found, name, here, federation, on_round, speak)
-        done(name)
-    with resumable(found.path, "perada compare"):
-        found.write_tables()
-        write_report(found.runs, found.path / "report.html")
-
-
-def _begin(found: Comparison, source: str, methods: list[str], seeds: int, overrides: dict[str, Any]) -> Federation:
-    config = resolve(source, settings_for(methods[0], overrides, methods))
+def _planned(
+    source: str, methods: list[str], seeds: int, settings: Settings
+) -> tuple[dict[str, Any], dict[str, Config], str]:
+    """Returns a new plan, its configurations and its source."""
+    config = resolve(source, for_method(methods[0], settings, methods))
     numbers = list(range(config.run.seed, config.run.seed + seeds))
-    plan = {"source": whole_name(source), "methods": methods, "seeds": numbers, "set": absolute(overrides, config)}
-    configs = _configs(source, plan)
-    federation = check_all(configs.values())
-    write_plan(found.path, PLAN, plan, configs, source)
-    return federation
+    plan = {"source": whole_name(source), "methods": methods, "seeds": numbers, "set": absolute(settings, config)}
+    return plan, _configs(source, plan), source
 
 
-def _take_up(
+def _continue(
     found: Comparison,
     source: str | None,
     methods: str | Sequence[str] | None,
     seeds: int | None,
-    overrides: dict[str, Any],
+    settings: Settings,
 ) -> Federation:
-    """The plan as it is, with the methods and seeds that are new."""
-    plan = found.plan
-    whole(found.path, PLAN, plan, {"source": str, "methods": list, "seeds": list, "set": dict})
-    held = again(found.path, plan, source, overrides)
+    """Returns the federation of the plan, after adding the methods and seeds that are new to it."""
+    plan, source = found.folder.resume(source, settings)
     known, first = found.names, plan["seeds"][0]
     wanted = plan["methods"] if methods is None else list(dict.fromkeys([*plan["methods"], *choose_methods(methods)]))
     many = max(len(plan["seeds"]), seeds or 1)
-    if wanted != plan["methods"] or many != len(plan["seeds"]):
-        plan = {**plan, "methods": wanted, "seeds": list(range(first, first + many))}
-        new = {name: config for name, config in _configs(held, plan).items() if name not in known}
-        there, here = (planned(found.path, known[0], settings) for settings in ({}, moved(overrides)))
-        check_all([here, *(_as(config, here) for config in new.values())])
-        write_plan(found.path, PLAN, plan, {name: _as(config, there) for name, config in new.items()}, held)
-    return check_all([planned(found.path, found.names[0], moved(overrides))])
+    here = found.folder.config(known[0], moved(settings))
+    if wanted == plan["methods"] and many == len(plan["seeds"]):
+        return check_all([here])
+    plan = {**plan, "methods": wanted, "seeds": list(range(first, first + many))}
+    new = {name: config for name, config in _configs(source, plan).items() if name not in known}
+    federation = check_all([here, *(_as(config, here) for config in new.values())])
+    there = found.folder.config(known[0])
+    found.folder.write(plan, {name: _as(config, there) for name, config in new.items()}, source)
+    return federation
 
 
 def _as(config: Config, other: Config) -> Config:
-    """A new configuration with the paths, the device and the precision of another: a relative path may have meant
-    another folder."""
+    """Returns a configuration with the paths, device and precision of another: relative paths may have changed."""
     return replace(
         config,
         data=replace(config.data, root=other.data.root),
@@ -203,94 +146,37 @@ def _as(config: Config, other: Config) -> Config:
 
 
 def _configs(source: str, plan: Mapping[str, Any]) -> dict[str, Config]:
-    methods, overrides = plan["methods"], plan["set"]
+    methods = plan["methods"]
     return {
-        f"{method}-{seed}": resolve(source, {**settings_for(method, overrides, methods), "run.seed": seed})
+        f"{method}-{seed}": resolve(source, given(for_method(method, plan["set"], methods), seed=seed))
         for seed in plan["seeds"]
         for method in methods
     }
 
 
-def share_runs(
-    found: Comparison,
-    names: Sequence[str],
-    jobs: int,
-    here: dict[str, Any],
-    federation: Federation,
-    at: Callable[[str], None],
-    done: Callable[[str], None],
-    say: Say,
-) -> None:
-    """In one process, their lanes trained together."""
-
-    def one(name: str, pool: Pool) -> None:
-        def on_round(progress: Progress) -> None:
-            _warn(name, progress, say)
-            at(f"{name} and others, round {progress.round} of {progress.rounds}")
-
-        _train(found, name, here, federation, on_round, say, pool)
-
-    try:
-        share_lanes(names, jobs, one, done)
-    except KeyboardInterrupt as stop:
-        raise Interrupted(found.path) from stop
-
-
-def _warn(name: str, progress: Progress, say: Say) -> None:
-    for client in progress.failed:
-        say(f"warning: {name}: {client}: training stopped being finite; kept its last state")
-
-
-def _all_at_once(
-    found: Comparison, names: Sequence[str], jobs: int, here: dict[str, Any], done: Callable[[str], None], say: Say
-) -> None:
-    try:
-        work_through(names, jobs, _worker, found.path, here, done=done, say=say)
-    except KeyboardInterrupt as stop:
-        raise Interrupted(found.path) from stop
-
-
-def _worker(path: Path, here: dict[str, Any]) -> Callable[[str, Say], None]:
-    """What a process of its own does with the names of runs."""
+def _worker(path: Path, here: Settings) -> Train:
+    """Returns what a process of its own does with the name of a run."""
     found = Comparison(path)
-    first = planned(path, found.names[0], here)
-    federation = build_federation(first.data, device_of(first.run.device))
-
-    def work(name: str, say: Say) -> None:
-        _train(found, name, here, federation, lambda progress: _warn(name, progress, say), say)
-
-    return work
+    first = found.folder.config(found.names[0], here)
+    return _trainer(found, here, build_federation(first.data, device_of(first.run.device)))
 
 
-def _train(
-    found: Comparison,
-    name: str,
-    here: dict[str, Any],
-    federation: Federation,
-    on_round: Callable[[Progress], None],
-    say: Say,
-    pool: Pool | None = None,
-) -> None:
-    path = found.path / name
-    started = (path / "config.toml").is_file()
-    if path.exists() and not started:
-        shutil.rmtree(path)  # a kill left a folder with nothing in it
-    shared = shared_backbone(found.path, planned(found.path, name, here))
-    try:
-        run = train(
-            str(found.path / "plan" / f"{name}.toml"),
-            set=here,
-            out=path,
-            resume=started,
-            federation=federation,
-            backbone=shared if shared is not None and shared.is_file() else None,
-            on_round=on_round,
-            say=say,
-            pool=pool,
-        )
-        keep_backbone(run.folder.backbone, shared)
-    except Interrupted as stop:
-        raise Interrupted(found.path) from stop
-    except RunError as error:
-        more = f"perada compare --out {shlex.quote(str(found.path))} --resume"
-        raise RunError(f"{name}: {error.what}", f"what is finished is saved: {more}") from error
+def _trainer(found: Comparison, here: Settings, federation: Federation) -> Train:
+    def one(name: str, on_round: OnProgress, say: Say, pool: Pool | None) -> None:
+        path = found.path / name
+        started, shared = begun(path), shared_backbone(found.path, found.folder.config(name, here))
+        with found.folder.training(name):
+            run = train(
+                str(found.path / "plan" / f"{name}.toml"),
+                set=here,
+                out=path,
+                resume=started,
+                federation=federation,
+                backbone=shared if shared is not None and shared.is_file() else None,
+                on_round=on_round,
+                say=say,
+                pool=pool,
+            )
+            keep_backbone(run.folder.backbone, shared)
+
+    return one

@@ -1,4 +1,4 @@
-"""Hyper-parameters by the clients' own validation data, never by test data."""
+"""Hyper-parameters chosen by the clients' own validation data, never by test data."""
 
 from __future__ import annotations
 
@@ -6,263 +6,188 @@ import itertools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..config import Config, resolve, toml_value, tune_grid
+from ..config.build import check
+from ..config.settings import Settings, absolute, check_grid, for_method, given, grid_of, moved, of_method
 from ..data import Federation
-from ..errors import InputError, unknown
-from ..experiment import Say, check
+from ..errors import InputError
+from ..experiment import Say
 from ..lanes import Pool
-from ..methods import grids, hyperparameters
 from ..runs.folder import write_atomic
 from ..runs.jsonfiles import read_rows
-from ..runs.loop import Progress
-from ..runs.names import chosen_source, free_path, newest_path, resumable, source_name, whole_name
-from .plan import (
-    absolute,
-    again,
-    check_all,
-    choose_methods,
-    moved,
-    once,
-    planned,
-    read_plan,
-    refuse_taken,
-    settings_for,
-    validated,
-    whole,
-    working_in,
-    write_plan,
-)
-from .workers import jobs_for, share_lanes, shares
+from ..runs.names import resumable, whole_name
+from ..runs.train import OnProgress
+from .plan import PlanFolder, begun, check_all, choose_methods, located, validated
+from .workers import OnRun, Train, Trainings, shares
 
-PLAN = "search.json"
-GRIDS: dict[str, tuple[float, ...]] = {  # the paper's
-    "train.lr": (5e-4, 1e-3, 5e-3, 1e-2),
-    "distill.lr": (1e-5, 1e-4, 1e-3, 1e-2),
-}
+Grid = Mapping[str, Sequence[Any]]
 
 
 class Search:
-    """A folder with `search.json`, `plan/METHOD.toml`, `results.jsonl` (a line for each finished point) and, at the
-    end, `tuned.toml`."""
+    """A finished or unfinished search: its folder has the plan, a line of results.jsonl per finished point, and, at
+    the end, `tuned.toml`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.folder = PlanFolder(self.path, "search")
 
     @property
     def plan(self) -> dict[str, Any]:
-        return read_plan(self.path, PLAN, "search")
+        return self.folder.read()
+
+    @property
+    def points(self) -> dict[str, dict[str, Any]]:
+        """What is tried, by name."""
+        return {_name(point): point for point in self.plan.get("points", [])}
 
     def results(self) -> list[dict[str, Any]]:
         kinds = {"method": str, "settings": dict, "local_val": float | None}
         return read_rows(self.path / "results.jsonl", kinds)
+
+    def finished(self, name: str) -> bool:
+        return any(_name(result) == name for result in self.results())
 
     def record(self, result: Mapping[str, Any]) -> None:
         lines = [json.dumps(r) + "\n" for r in [*self.results(), result]]
         write_atomic(self.path / "results.jsonl", "".join(lines).encode())
 
     def best(self) -> dict[str, dict[str, Any]]:
-        """The settings of the highest mean validation score, method by method; the first of equals in the plan."""
+        """Returns the result with the highest mean validation score per method; of equals the first in the plan."""
         out: dict[str, dict[str, Any]] = {}
-        order = {_name(point): at for at, point in enumerate(self.plan.get("points", []))}
-        results = sorted(self.results(), key=lambda r: order.get(_name(r), len(order)))
+        order = list(self.points)
+        results = sorted(self.results(), key=lambda r: order.index(_name(r)) if order else 0)
         for method in self.plan["methods"]:
-            found = [r for r in results if r["method"] == method and r["local_val"] is not None]
-            if found:
-                out[method] = max(found, key=lambda r: r["local_val"])
+            scored = [r for r in results if r["method"] == method and r["local_val"] is not None]
+            if scored:
+                out[method] = max(scored, key=lambda r: r["local_val"])
         return out
 
-    def tried(self) -> dict[str, int]:
-        return Counter(str(r["method"]) for r in self.results())
+    def table(self) -> list[dict[str, Any]]:
+        """Returns one row per method: what was chosen, its validation score, and how many points were tried."""
+        tried = Counter(r["method"] for r in self.results())
+        return [{**best, "points": tried[method]} for method, best in self.best().items()]
 
     def write_tuned(self) -> None:
-        """The first method's settings, and in `[methods.NAME]` all that is another method's own or was chosen."""
-        best = self.best()
-        base = planned(self.path, self.plan["methods"][0], {})
+        """Writes the first method's settings, and in `[methods.NAME]` what differs for another or was chosen."""
+        base = self.folder.config(self.plan["methods"][0])
         parts = [base.toml()]
-        for method, result in best.items():
-            own = planned(self.path, method, {}).flat()
-            kept = {k: v for k, v in own.items() if k.startswith("method.") or base.flat().get(k) != v}
-            kept = {k: v for k, v in {**kept, **result["settings"]}.items() if k != "method.name"}
-            lines = "".join(f"{key} = {toml_value(value)}\n" for key, value in kept.items())
+        for method, result in self.best().items():
+            settings = of_method(self.folder.config(method), base, result["settings"])
+            lines = "".join(f"{key} = {toml_value(value)}\n" for key, value in settings.items())
             parts.append(f"# local validation {result['local_val']:.2f}\n[methods.{method}]\n{lines}")
         write_atomic(self.path / "tuned.toml", "\n".join(parts).encode())
-
-
-def grid_of(method: str, config: Config, given: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """What is tried for a method: client and server learning rates, and its own settings that have a grid; what the
-    preset or file has set is always among the values.
-
-    `given` replaces the values of a key, or adds one that the method has.
-    """
-    keys: dict[str, Sequence[Any]] = {"train.lr": GRIDS["train.lr"]}
-    if config.make_method().parts.distils and config.distill.steps:
-        keys["distill.lr"] = GRIDS["distill.lr"]
-    keys |= {f"method.{k}": values for k, values in grids(method).items()}
-    own = config.flat()
-    keys = {k: values if own[k] in values else (*values, own[k]) for k, values in keys.items()}
-    for key, values in given.items():
-        of_another = key.startswith("method.") and key.removeprefix("method.") not in config.method
-        if not of_another and (key != "distill.lr" or key in keys):
-            keys[key] = values
-    return keys
 
 
 def tune(
     source: str | None = None,
     *,
     methods: str | Sequence[str] | None = None,
-    data: str | None = None,
-    set: Mapping[str, Any] | None = None,
-    grid: Mapping[str, Sequence[Any]] | None = None,
+    data: str | Path | None = None,
+    set: Settings | None = None,
+    grid: Grid | None = None,
     device: str | None = None,
     out: str | Path | None = None,
     resume: bool = False,
-    on_point: Callable[[int, int, str], None] = lambda at, total, name: None,
-    on_round: Callable[[Progress], None] = lambda progress: None,
+    on_run: OnRun = lambda finished, total, name: None,
+    on_round: OnProgress = lambda progress: None,
     say: Say = lambda text: None,
 ) -> Search:
-    """Train every point of every method's grid, evaluate it on local validation data alone, write `tuned.toml`."""
-    overrides = dict(set or {})
-    for key, value in (("data.root", data), ("run.device", device)):
-        if value is not None:
-            overrides[key] = value
-    chosen = chosen_source(source, data)
-    path = Path(out) if out is not None else Path("runs") / f"tune-{source_name(chosen)}"
-    if out is None:
-        path = newest_path(path) if resume else free_path(path)
-    search = Search(path)
-    if not resume:
-        refuse_taken(path, PLAN)
-    with working_in(path, fresh=not resume):
+    """Trains every point of every method's grid, evaluates it on local validation data, and writes `tuned.toml`.
+
+    source: a preset or a TOML file. methods: a list or `a,b,c`; by default all. grid: values to try for a key instead
+    of the paper's. A setting in `set` is not searched.
+    """
+    settings = given(set, data=data, device=device)
+    folder, chosen = located("search", source, data, out, resume)
+    search = Search(folder.path)
+    new = () if resume else _planned(chosen, choose_methods(methods), settings, dict(grid or {}))
+    with folder.working(*new):
         if resume:
-            _take_up(search, source, methods, grid, overrides)
-        else:
-            _begin(search, chosen, choose_methods(methods), overrides, dict(grid or {}))
-        _go_through(search, overrides, on_point, on_round, say)
+            _check_same(search, source, methods, grid, settings)
+        points = search.points
+        federation = check_all([_config(search, next(iter(points.values())), settings)])
+        say(f"{len(points)} training{'s' if len(points) > 1 else ''}")
+        jobs = 0 if shares(federation.device) else 1
+        work = Trainings(list(points), search.finished, _trainer(search, points, settings, federation))
+        with resumable(folder.path, folder.command):
+            work.run(jobs, federation.device, on_run, on_round, say)
+            search.write_tuned()
     return search
 
 
-def _go_through(
-    search: Search,
-    overrides: Mapping[str, Any],
-    on_point: Callable[[int, int, str], None],
-    on_round: Callable[[Progress], None],
-    say: Say,
-) -> None:
-    """Train what is not finished and write what was chosen."""
-    points, speak = search.plan["points"], once(say)
-    federation = check_all([_config(search, points[0], overrides)])
-    speak(f"{len(points)} training{'s' if len(points) > 1 else ''}")
-    known = {_name(r) for r in search.results()}
-    left = {_name(p): p for p in points if _name(p) not in known}
-
-    def train(name: str, pool: Pool | None = None) -> None:
-        path = search.path / ("current" if pool is None else f"current-{list(map(_name, points)).index(name)}")
-        heard = on_round if pool is None else lambda progress: None
-        score = _train(path, search, _config(search, left[name], overrides), federation, heard, speak, pool)
-        search.record({**left[name], "local_val": score})
-        shutil.rmtree(path)
-
-    jobs = jobs_for(len(left), federation.device) if shares(federation.device) else 1
-    with resumable(search.path, "perada tune"):
-        if jobs > 1:
-            on_point(len(points) - len(left), len(points), next(iter(left)))
-            share_lanes(list(left), jobs, train, lambda name: on_point(len(search.results()), len(points), name))
-        else:
-            for at, point in enumerate(points):
-                on_point(at, len(points), _name(point))
-                if _name(point) in left:
-                    train(_name(point))
-    on_point(len(points), len(points), "done")
-    with resumable(search.path, "perada tune"):
-        search.write_tuned()
-
-
 def _name(point: Mapping[str, Any]) -> str:
-    """A point or its result in words."""
+    """Returns a point or its result in words."""
     shown = ", ".join(f"{k.partition('.')[2]} {toml_value(v)}" for k, v in point["settings"].items())
     return f"{point['method']} {shown}".strip()
 
 
-def _begin(
-    search: Search, source: str, methods: list[str], overrides: dict[str, Any], grid: dict[str, Sequence[Any]]
-) -> None:
-    """Every point, written down before the first is trained. A setting that is given is not searched."""
+def _planned(
+    source: str, methods: list[str], settings: Settings, grid: Grid
+) -> tuple[dict[str, Any], dict[str, Config], str]:
+    """Returns a new plan with every point, its configurations and its source; refuses points that cannot be trained."""
     for key in grid:
-        if key in overrides:
+        if key in settings:
             raise InputError(f"{key} is both given (--set) and searched (--grid): choose one")
-    given = {**tune_grid(source), **grid}
-    _check_grid(given, methods)
-    configs = {m: resolve(source, settings_for(m, overrides, methods)) for m in methods}
+    values_of = {**tune_grid(source), **grid}
+    check_grid(values_of, methods)
+    own = {m: for_method(m, settings, methods) for m in methods}
+    configs = {m: resolve(source, own[m]) for m in methods}
     points: list[dict[str, Any]] = []
-    made: list[Config] = []
     for method, config in configs.items():
-        keys = {k: v for k, v in grid_of(method, config, given).items() if k not in overrides}
+        keys = {k: v for k, v in grid_of(method, config, values_of).items() if k not in settings}
         for values in itertools.product(*keys.values()):
-            settings = dict(zip(keys, values, strict=True))
-            if (point := {"method": method, "settings": settings}) not in points:
+            point = {"method": method, "settings": dict(zip(keys, values, strict=True))}
+            if point not in points:
                 points.append(point)
-                made.append(resolve(source, {**settings_for(method, overrides, methods), **settings}))
+    made = [resolve(source, {**own[p["method"]], **p["settings"]}) for p in points]
     federation = check_all(next(c for c in made if c.method_name == m) for m in methods)
     for config in made:
-        check(config, federation, config.make_method())
+        check(config, federation)
     if not any(len(c.val) for c in federation.clients):
         raise InputError("tuning needs validation data at the clients: raise data.val")
-    typed = absolute(overrides, made[0])
-    plan = {"source": whole_name(source), "methods": methods, "set": typed, "grid": grid, "points": points}
-    write_plan(search.path, PLAN, plan, configs, source)
+    plan = {"source": whole_name(source), "methods": methods, "set": absolute(settings, made[0])}
+    return {**plan, "grid": grid, "points": points}, configs, source
 
 
-def _check_grid(given: Mapping[str, Sequence[Any]], methods: Sequence[str]) -> None:
-    known = {f"method.{k}" for m in methods for k in hyperparameters(m)}
-    for key in given:
-        if key.startswith("method.") and key not in known:
-            raise unknown("key", key, known or ["train.lr", "distill.lr"])
-        if key.startswith("data."):
-            raise InputError(f"{key} cannot be searched: all points share one split")
-
-
-def _take_up(
+def _check_same(
     search: Search,
     source: str | None,
     methods: str | Sequence[str] | None,
-    grid: Mapping[str, Sequence[Any]] | None,
-    overrides: Mapping[str, Any],
+    grid: Grid | None,
+    settings: Settings,
 ) -> None:
-    """Refuse what is not the plan's: a search goes on as it was begun."""
-    plan = search.plan
-    whole(search.path, PLAN, plan, {"source": str, "methods": list, "set": dict, "grid": dict, "points": list})
-    again(search.path, plan, source, overrides)
+    """Refuses methods and grids that are not the plan's: a search continues as it was begun."""
+    plan, _ = search.folder.resume(source, settings)
     if methods is not None and choose_methods(methods) != plan["methods"]:
-        raise InputError(f"{search.path} was made with other methods: resume it without them, or choose another --out")
+        raise search.folder.other("other methods")
     if grid and {k: list(v) for k, v in grid.items()} != plan["grid"]:
-        raise InputError(f"{search.path} was made with another grid: resume it without it, or choose another --out")
+        raise search.folder.other("another grid")
 
 
-def _config(search: Search, point: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
-    """A point of the plan as a run that is evaluated once, at its end, and not on shifted images."""
-    config = planned(search.path, point["method"], {**point["settings"], **moved(overrides)})
+def _config(search: Search, point: Mapping[str, Any], settings: Settings) -> Config:
+    """Returns a point of the plan as a run that is evaluated once, at its end, and not on shifted images."""
+    config = search.folder.config(point["method"], {**point["settings"], **moved(settings)})
     return replace(config, run=replace(config.run, eval_every=config.train.rounds, shifts=False))
 
 
-def _train(
-    path: Path,
-    search: Search,
-    config: Config,
-    federation: Federation,
-    on_round: Callable[[Progress], None],
-    say: Say,
-    pool: Pool | None,
-) -> float | None:
-    """One point: its run folder is `path` until its score is written down."""
-    text = config.toml()
-    if path.exists() and (not (path / "config.toml").is_file() or (path / "config.toml").read_text() != text):
-        shutil.rmtree(path)  # of another point
-    found = validated(search.path, path, config, federation, on_round, say, pool=pool)
-    score: float | None = found["local_val"]["mean"]
-    return score
+def _trainer(
+    search: Search, points: Mapping[str, Mapping[str, Any]], settings: Settings, federation: Federation
+) -> Train:
+    """Returns what trains a point: in a run folder of its own until its score is written down."""
+
+    def one(name: str, on_round: OnProgress, say: Say, pool: Pool | None) -> None:
+        config = _config(search, points[name], settings)
+        path = search.path / ("current" if pool is None else f"current-{list(points).index(name)}")
+        if begun(path) and (path / "config.toml").read_text() != config.toml():
+            shutil.rmtree(path)  # of another point
+        with search.folder.training(name):
+            last = validated(search.path, path, config, federation, on_round, say, pool=pool)
+            search.record({**points[name], "local_val": last.scores["local_val"].mean})
+            shutil.rmtree(path)
+
+    return one

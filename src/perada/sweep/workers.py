@@ -1,4 +1,4 @@
-"""Several runs of a comparison at once: a process each where there are cores, in one pool of lanes on a GPU."""
+"""Trainings of a plan: one after another, several processes where there are cores, or one pool of lanes on a GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
 from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
 from queue import Empty
@@ -15,21 +17,84 @@ from typing import Any
 import torch
 
 from ..errors import Interrupted, RunError
+from ..experiment import Progress, Say
 from ..lanes import Pool
 from ..machine import cores, keep_memory
+from ..runs.train import OnProgress
 
-Work = Callable[[str, Callable[[str], None]], None]
+OnRun = Callable[[int, int, str], None]  # finished runs, all runs, the name of the one that begins
+Train = Callable[[str, OnProgress, Say, Pool | None], None]
 
 
 def jobs_for(runs: int, device: torch.device) -> int:
-    """A core each, two runs a process at least (a process takes seconds to start), four processes at most (memory). On
-    a GPU the runs share a process and its lanes."""
+    """Returns how many runs to train at once.
+
+    On a CPU that is one process per core, but at least two runs per process, which takes seconds to start, and at most
+    four, because of their memory. On a GPU the runs share a process and its lanes.
+    """
     return min(runs, 6) if shares(device) else max(1, min(cores(), runs // 2, 4))
 
 
 def shares(device: torch.device) -> bool:
-    """Whether several runs there share a process and their lanes."""
+    """Returns whether several runs there share a process and their lanes."""
     return device.type == "cuda"
+
+
+@dataclass
+class Trainings:
+    """The trainings of a plan. `after` is called after each of them."""
+
+    names: Sequence[str]
+    finished: Callable[[str], bool]
+    train: Train
+    after: Callable[[], None] = lambda: None
+
+    def run(
+        self,
+        jobs: int,
+        device: torch.device,
+        on_run: OnRun,
+        on_round: OnProgress,
+        say: Say,
+        worker: tuple[Any, ...] | None = None,
+    ) -> None:
+        """Trains what is not finished, `jobs` at once (0: as many as is sensible).
+
+        worker: a function that returns `train` in a process of its own, and its arguments.
+        """
+        left = [n for n in self.names if not self.finished(n)]
+        speak = cache(say)  # several runs would say the same of their data
+
+        def tell(text: str) -> None:
+            on_run(sum(map(self.finished, self.names)), len(self.names), text)
+
+        def done(name: str) -> None:
+            self.after()
+            tell("done" if all(map(self.finished, self.names)) else f"{name} done")
+
+        def pooled(name: str, pool: Pool) -> None:
+            def heard(progress: Progress) -> None:
+                _warn(name, progress, speak)
+                tell(f"{name} and others, round {progress.round} of {progress.rounds}")
+
+            self.train(name, heard, speak, pool)
+
+        tell(left[0] if left else "done")
+        jobs = jobs or jobs_for(len(left), device)
+        if jobs > 1 and shares(device):
+            share_lanes(left, jobs, pooled, done)
+        elif jobs > 1 and worker is not None:
+            work_through(left, jobs, *worker, done=done, say=speak)
+        else:
+            for name in left:
+                tell(name)
+                self.train(name, on_round, speak, None)
+                done(name)
+
+
+def _warn(name: str, progress: Progress, say: Say) -> None:
+    for client in progress.failed:
+        say(f"warning: {name}: {client}: training stopped being finite; its last state is kept")
 
 
 def share_lanes(
@@ -38,16 +103,16 @@ def share_lanes(
     train: Callable[[str, Pool], None],
     done: Callable[[str], None],
 ) -> None:
-    """Do all of `names`, `jobs` at a time, in threads that take turns: `train(name, pool)`.
+    """Trains `names`, `jobs` at a time, in threads that take turns: `train(name, pool)`.
 
-    The first failure or an interrupt ends the others as Ctrl-C would, so that they save what they have.
+    The first failure or an interrupt ends the others as Ctrl-C would, so that they save their work.
     """
     many, failures = min(jobs, len(names)), list[BaseException]()
     pool, left = Pool(many), iter(names)
 
     def work() -> None:
         with pool.member():
-            for name in left:  # only one thread has its turn
+            for name in left:  # safe without a lock: one thread runs at a time
                 try:
                     if not failures:
                         train(name, pool)
@@ -59,8 +124,8 @@ def share_lanes(
     with ThreadPoolExecutor(many, "perada-run") as threads:
         running = [threads.submit(work) for _ in range(many)]
         try:
-            for one in running:
-                one.result()
+            for future in running:
+                future.result()
         except BaseException as error:
             failures.insert(0, error)
             pool.stop()
@@ -72,22 +137,21 @@ def share_lanes(
 def work_through(
     names: Sequence[str],
     jobs: int,
-    worker: Callable[..., Work],
+    worker: Callable[..., Train],
     *args: Any,
     done: Callable[[str], None],
-    say: Callable[[str], None],
+    say: Say,
 ) -> None:
-    """Do all of `names`: each process makes `worker(*args)`, a function, once and calls it with one name after another
-    and a function to speak with.
+    """Trains `names` in processes: each makes `worker(*args)` once, and calls it with one name after another.
 
-    The first failure or an interrupt ends the others as Ctrl-C would, so that they save what they have.
+    The first failure or an interrupt ends the others as Ctrl-C would, so that they save their work.
     """
     context = get_context("spawn")
     tasks, results = context.Queue(), context.Queue()
     for name in [*names, *[None] * jobs]:
         tasks.put(name)
     processes = [context.Process(target=_process, args=(tasks, results, worker, args)) for _ in range(jobs)]
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: this process tells the others
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; this one tells the others
     for process in processes:
         process.start()
     signal.signal(signal.SIGINT, before)
@@ -115,8 +179,8 @@ def work_through(
 def _next(results: Any, processes: Sequence[BaseProcess]) -> tuple[str | BaseException, str]:
     while True:
         try:
-            found: tuple[str | BaseException, str] = results.get(timeout=1.0)
-            return found
+            result: tuple[str | BaseException, str] = results.get(timeout=1.0)
+            return result
         except Empty:
             if any(p.exitcode not in (None, 0) for p in processes):
                 raise RunError(
@@ -125,22 +189,26 @@ def _next(results: Any, processes: Sequence[BaseProcess]) -> tuple[str | BaseExc
 
 
 def _follow() -> None:
-    """End with the process that started this one, whatever ended it: nobody else would know of this one."""
+    """Ends this process with the one that started it, whatever ended that: else this one would be left over."""
     parent = parent_process()
     if parent is not None:
         parent.join()
-        os._exit(1)  # what is written is whole at any moment
+        os._exit(1)  # safe: files are written atomically
 
 
-def _process(tasks: Any, results: Any, worker: Callable[..., Work], args: tuple[Any, ...]) -> None:
+def _process(tasks: Any, results: Any, worker: Callable[..., Train], args: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.Thread(target=_follow, daemon=True).start()
     keep_memory()
     torch.set_num_threads(1)
     try:
-        work = worker(*args)
+        train = worker(*args)
+
+        def say(text: str) -> None:
+            results.put(("said", text))
+
         for name in iter(tasks.get, None):
-            work(name, lambda text: results.put(("said", text)))
+            train(name, lambda progress, name=name: _warn(name, progress, say), say, None)  # type: ignore[misc]
             results.put(("done", name))
     except KeyboardInterrupt:
         results.put((KeyboardInterrupt(), ""))

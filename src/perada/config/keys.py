@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import tomllib
 import types
 import typing
@@ -17,12 +18,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .client.trainer import Train
-from .data import PUBLIC, DataOptions
-from .errors import InputError, unknown
-from .methods import REGISTRY, Method, hyperparameters, make_method
-from .models import BACKBONES, WEIGHTS
-from .server.distill import Distill
+from ..adapters import Residual
+from ..client.trainer import Train
+from ..data import GIVEN, PUBLIC, DataOptions
+from ..errors import InputError, unknown
+from ..experiment import RunOptions
+from ..methods import REGISTRY, Method, check_name, hyperparameters, make_method
+from ..models import BACKBONES, WEIGHTS
+from ..server.distill import Distill
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class ModelOptions:
     pretrain_lr: float = 0.01  # with this learning rate, whatever the method's own is
 
     def __post_init__(self) -> None:
-        if self.backbone not in BACKBONES:
+        if self.backbone not in (*BACKBONES, GIVEN):
             raise unknown("backbone", self.backbone, BACKBONES)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
@@ -49,28 +52,9 @@ class ModelOptions:
         if self.pretrain_rounds < 1:
             raise ValueError(f"pretrain_rounds must be at least 1, not {self.pretrain_rounds}")
 
-
-@dataclass(frozen=True)
-class RunOptions:
-    """The `[run]` section."""
-
-    seed: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"  # auto: bf16 on a GPU, else fp32
-    eval_every: int = 1
-    checkpoint_every: int = 1
-    lanes: int = 0  # most lanes trained at once; 0 is all of a cohort's, or as many as there is memory for
-    shifts: bool = False  # at the end, test on corrupted copies of the test images too
-    severities: tuple[int, ...] = (1, 2, 3, 4, 5)  # of those
-
-    def __post_init__(self) -> None:
-        if not self.severities or not set(self.severities) <= {1, 2, 3, 4, 5}:
-            raise ValueError(f"severities must be numbers from 1 to 5, not {list(self.severities)}")
-        if self.seed >= 2**63:
-            raise ValueError(f"seed must be below 2^63, not {self.seed}")
-        for name, least in (("seed", 0), ("eval_every", 1), ("checkpoint_every", 1), ("lanes", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+    def strategy(self) -> Residual:
+        """Returns the adapter that these options describe."""
+        return Residual(dropout=self.dropout, std=self.adapter_std)
 
 
 @dataclass(frozen=True)
@@ -112,6 +96,20 @@ SECTIONS: dict[str, Any] = {
     "distill": Distill,
     "run": RunOptions,
 }
+
+
+CLASSES = {
+    **{kind.__name__: name for name, kind in SECTIONS.items()},
+    "FederationOptions": "federation",
+    "Rounds": "rounds",
+    "SiteSettings": "site",
+}
+NAMED = re.compile(rf"\b({'|'.join(CLASSES)})\.(?=[a-z])")
+
+
+def in_keys(text: str) -> str:
+    """Returns a message of the library as a user of keys knows it: `Train.cohort` becomes `train.cohort`."""
+    return NAMED.sub(lambda found: f"{CLASSES[found.group(1)]}.", text)
 
 
 def presets() -> dict[str, str]:
@@ -182,8 +180,7 @@ def _flat(special: Any, name: str, source: str, check: bool = True) -> dict[str,
     if not isinstance(special, dict):
         raise InputError(f"{source}: [methods] holds one section a method, such as [methods.ditto]")
     for other in special if check else ():
-        if other not in REGISTRY:
-            raise unknown("method", other, REGISTRY)
+        check_name(other)
     found = special.get(name, {})
     if not isinstance(found, dict) or not all(isinstance(values, dict) for values in found.values()):
         raise InputError(f"{source}: write settings for {name} as section.key = value, such as train.lr = 0.01")

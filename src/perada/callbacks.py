@@ -1,0 +1,88 @@
+"""What may listen to a training. A callback sees what happens and may stop the run; it never changes its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .runs.rows import Evaluation
+
+if TYPE_CHECKING:
+    from .experiment import Experiment, Progress
+    from .runs.folder import RunFolder
+
+
+class Callback:
+    """Listens to a training; every hook does nothing unless a subclass has its own.
+
+    A callback stops a run with `experiment.stop()`: the round is then treated as the last one.
+    """
+
+    def start(self, experiment: Experiment) -> None:
+        """The training begins or goes on."""
+
+    def round(self, progress: Progress) -> None:
+        """A round is over, and evaluated if that was due."""
+
+    def evaluation(self, row: Evaluation) -> None:
+        """The clients' models were evaluated."""
+
+    def end(self, experiment: Experiment) -> None:
+        """The last round is over; not called if the training is interrupted."""
+
+
+class OnRound(Callback):
+    """Calls a function after every round."""
+
+    def __init__(self, call: Callable[[Progress], None]) -> None:
+        self.call = call
+
+    def round(self, progress: Progress) -> None:
+        self.call(progress)
+
+
+class Metrics(Callback):
+    """Appends every evaluation to a run folder's metrics.jsonl."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+
+    def evaluation(self, row: Evaluation) -> None:
+        self.folder.append_metrics(row.as_dict())
+
+
+class TensorBoard(Callback):
+    """Writes every evaluation as TensorBoard events, for `tensorboard --logdir FOLDER`; extra `tensorboard`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = folder
+
+    def start(self, experiment: Experiment) -> None:
+        from .report.tensorboard import EventWriter
+
+        self.writer = EventWriter(self.folder, after=experiment.now.round)
+
+    def evaluation(self, row: Evaluation) -> None:
+        self.writer.add(row)
+
+
+class EarlyStopping(Callback):
+    """Stops when the mean of a score has not risen for some evaluations; by default the clients' validation score."""
+
+    def __init__(self, patience: int = 5, score: str = "local_val") -> None:
+        self.patience, self.score = patience, score
+        self.best, self.waited = -1.0, 0
+
+    def start(self, experiment: Experiment) -> None:
+        self.experiment = experiment
+
+    def evaluation(self, row: Evaluation) -> None:
+        scores = row.scores.get(self.score)
+        mean = None if scores is None else scores.mean
+        if mean is None or mean > self.best:
+            self.best, self.waited = self.best if mean is None else mean, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            self.experiment.stop()

@@ -1,0 +1,114 @@
+"""Who trains: a cohort takes a broadcast and gives uploads. `LocalCohort` trains all clients here, as lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from ..data import Federation
+from ..lanes import LaneModel, State, gather, scatter
+from ..methods import Finisher, Judge, Method, check_upload
+from .scores import Scores, personal_scores
+from .trainer import Train, Trainer
+
+if TYPE_CHECKING:
+    from ..experiment import Moment
+
+SPLITS = ("local", "val", "global")  # what is evaluated during training
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a round's training was like."""
+
+    loss: float | None = None  # the mean over its clients
+    failed: tuple[str, ...] = ()  # clients whose training stopped being finite
+    absent: tuple[str, ...] = ()  # sampled sites that sent nothing
+    refused: Mapping[str, str] = field(default_factory=dict)  # sites whose upload was refused, and why
+
+    def as_note(self) -> dict[str, object]:
+        """What a checkpoint and a row of metrics.jsonl keep of it; empty parts are left out."""
+        found = {"failed": sorted(self.failed), "absent": list(self.absent), "refused": dict(self.refused)}
+        return {name: value for name, value in found.items() if value}
+
+
+@dataclass(frozen=True)
+class Uploads:
+    """What a round's clients sent."""
+
+    states: State  # one lane per client
+    clients: int  # how many they are
+    report: Callable[[], Report]  # asked for last: on a GPU it waits for the training
+    weights: Sequence[float] | None = None  # samples per client, where the mean is weighted
+    kept: State | None = None  # what all clients keep now, where they are on this machine
+    scores: Mapping[str, Scores] | None = None  # of the broadcast, where they came with the uploads
+
+
+class Cohort(Protocol):
+    """The clients of an experiment: on this machine, or behind a network."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All clients, sampled or not."""
+
+    def train(self, now: Moment, sampled: Sequence[int]) -> Uploads:
+        """Trains the sampled clients from the broadcast."""
+
+    def score(self, now: Moment, candidates: State) -> Tensor:
+        """Returns the losses `[candidates, judges]` of the clients that trained last; NaN is no opinion."""
+
+    def evaluate(self, now: Moment, splits: Sequence[str], last: bool) -> Mapping[str, Scores] | None:
+        """Returns every client's scores; None if they come with the next uploads, never when `last`."""
+
+    def finish(self, now: Moment) -> tuple[State, Report]:
+        """Runs the method's last stage at every client; returns what they keep."""
+
+
+class LocalCohort:
+    """All clients of a federation on this machine, trained as lanes of one batch."""
+
+    def __init__(self, model: LaneModel, federation: Federation, method: Method, train: Train, seed: int) -> None:
+        self.model, self.federation, self.method = model, federation, method
+        self.options, self.seed = train, seed
+        self.lanes = 0  # most lanes at once; 0 is all
+        self.trainer: Trainer | None = None  # of the last round
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(c.name for c in self.federation.clients)
+
+    def trainer_of(self, clients: Sequence[int], round: int) -> Trainer:
+        """Returns what the method sees of these clients in a round."""
+        return Trainer(self.model, self.federation, clients, round, self.seed, self.options, self.lanes)
+
+    def train(self, now: Moment, sampled: Sequence[int]) -> Uploads:
+        trainer = self.trainer = self.trainer_of(sampled, now.round)
+        states, kept = self.method.client_update(trainer, now.broadcast, gather(now.kept, sampled))
+        check_upload(self.method, self.model, states)
+        sizes = [float(len(self.federation.clients[c].train)) for c in sampled]
+        return Uploads(
+            states,
+            len(sampled),
+            lambda: Report(float(np.mean(trainer.losses)), tuple(trainer.failed)),
+            sizes if self.options.weighting == "samples" else None,
+            scatter(now.kept, sampled, kept) if kept.lanes else now.kept,
+        )
+
+    def score(self, now: Moment, candidates: State) -> Tensor:
+        if not isinstance(self.method, Judge):
+            raise ValueError(f"{type(self.method).__name__} has no client_score: use another Distill.guard")
+        assert self.trainer is not None
+        return self.method.client_score(self.trainer, candidates)
+
+    def evaluate(self, now: Moment, splits: Sequence[str], last: bool) -> Mapping[str, Scores]:
+        return personal_scores(self.model, self.method.personal(now.broadcast, now.kept), self.federation, splits)
+
+    def finish(self, now: Moment) -> tuple[State, Report]:
+        assert isinstance(self.method, Finisher)
+        trainer = self.trainer_of(range(len(self.federation.clients)), now.round)
+        kept = self.method.finish(trainer, now.broadcast, now.kept)
+        return kept, Report(failed=tuple(trainer.failed))

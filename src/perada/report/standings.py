@@ -1,0 +1,189 @@
+"""The paper's tables from finished runs, one row per method: as Markdown, CSV, LaTeX or JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ..methods import REGISTRY
+from ..runs.rows import Evaluation
+from .facts import mean_and_std
+from .svg import millions
+
+Place = Literal["best", "next", ""]
+# Mean; std over clients (mean over seeds), None for the global model; std over seeds, None for one seed.
+Number = tuple[float, float | None, float | None] | None
+PERSONAL = {"local_test": "Local-test", "global_test": "Global-test", "shifted": "shifted"}
+GLOBAL = {"global_test": "Global-test", "shifted": "shifted"}
+
+
+@dataclass(frozen=True)
+class Row:
+    method: str
+    seeds: int
+    trained: int
+    communicated: int
+    personal: dict[str, Number]  # the clients' personal models
+    server: dict[str, Number]  # the global model, where there is one
+
+
+@dataclass(frozen=True)
+class Standings:
+    data: str
+    unit: str  # accuracy or AUC
+    rows: tuple[Row, ...]
+
+    @property
+    def seeds(self) -> int:
+        return max((r.seeds for r in self.rows), default=0)
+
+    @property
+    def columns(self) -> list[str]:
+        """The splits that any run measured."""
+        return [key for key in PERSONAL if any(r.personal[key] for r in self.rows)]
+
+    @property
+    def server_columns(self) -> list[str]:
+        return [key for key in GLOBAL if any(r.server[key] for r in self.rows)]
+
+    def heads(self) -> tuple[list[str], list[str]]:
+        first = ["method", "trained", "sent", *(PERSONAL[key] for key in self.columns)]
+        return first, ["global model of", *(GLOBAL[key] for key in self.server_columns)]
+
+    def about(self) -> str:
+        over = f", mean of {self.seeds} seeds" if self.seeds > 1 else ""
+        return f"{self.data}: {self.unit} in %, mean ± std over the clients' personal models{over}"
+
+
+def standings(summaries: Sequence[Mapping[str, Any]]) -> Standings:
+    """Returns rows in the paper's order; runs of one method are its seeds."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for s in summaries:
+        groups.setdefault(s["method"], []).append(s)
+    return Standings(
+        data=summaries[0]["data"],
+        unit="AUC" if summaries[0]["metric"] == "auc" else "accuracy",
+        rows=tuple(_row(name, groups[name]) for name in sorted(groups, key=list(REGISTRY).index)),
+    )
+
+
+def _row(method: str, seeds: Sequence[Mapping[str, Any]]) -> Row:
+    last, sizes = [Evaluation.read(s) for s in seeds], seeds[0]["parameters"]
+    return Row(
+        method=method,
+        seeds=len(seeds),
+        trained=sizes["trained"],
+        communicated=sizes["communicated"],
+        personal={split: _number([mean_and_std(row, split) for row in last]) for split in PERSONAL},
+        server={
+            "global_test": _number([(row.global_model, None) for row in last]),
+            "shifted": _number([(row.global_shifted, None) for row in last]),
+        },
+    )
+
+
+def _number(scores: Sequence[tuple[float | None, float | None]]) -> Number:
+    """None where any of the seeds has no value: a mean of fewer seeds would not compare."""
+    means = [mean for mean, _ in scores if mean is not None]
+    if len(means) < len(scores):
+        return None
+    deviations = [std for _, std in scores if std is not None]
+    over_seeds = float(np.std(means, ddof=1)) if len(means) > 1 else None
+    return float(np.mean(means)), float(np.mean(deviations)) if deviations else None, over_seeds
+
+
+def places(values: Sequence[float | None]) -> list[Place]:
+    """Returns best and runner-up of the values as they are shown (two decimals); a single value has no mark."""
+    shown = [None if v is None else round(v, 2) for v in values]
+    order = sorted({v for v in shown if v is not None}, reverse=True)
+    if sum(v is not None for v in shown) < 2:
+        return [""] * len(values)
+    first: dict[float, Place] = dict(zip(order, ("best", "next"), strict=False))
+    return ["" if v is None else first.get(v, "") for v in shown]
+
+
+def parts(table: Standings, marks: Mapping[Place, str]) -> list[tuple[list[str], list[list[str]]]]:
+    """Returns head and rows of the personal models' table and, where there are global models, of theirs.
+
+    `marks` says how a best value, a runner-up and another value are written.
+    """
+    head, server_head = table.heads()
+    personal = [[r.method, millions(r.trained), millions(r.communicated)] for r in table.rows]
+    for key in table.columns:
+        _add(personal, [r.personal[key] for r in table.rows], marks, spread=1)
+    with_server = [r for r in table.rows if any(r.server.values())]
+    server = [[r.method] for r in with_server]
+    for key in table.server_columns:
+        _add(server, [r.server[key] for r in with_server], marks, spread=2 if table.seeds > 1 else 0)
+    return [(head, personal), (server_head, server)] if server else [(head, personal)]
+
+
+def _add(rows: list[list[str]], numbers: list[Number], marks: Mapping[Place, str], spread: int) -> None:
+    """Adds a column. `spread` says which of the two standard deviations follows a mean, 0 for none."""
+    for row, number, place in zip(rows, numbers, places([n and n[0] for n in numbers]), strict=True):
+        deviation = f" ± {number[spread]:.2f}" if number and spread and number[spread] is not None else ""
+        row.append("n/a" if number is None else marks[place].format(f"{number[0]:.2f}") + deviation)
+
+
+def markdown(table: Standings) -> str:
+    found = parts(table, {"best": "**{}**", "next": "<u>{}</u>", "": "{}"})
+    head = table.about() + ". Best in bold, runner-up underlined."
+    return "\n\n".join([head, *("\n".join(pipes(*part)) for part in found)]) + "\n"
+
+
+def pipes(head: Sequence[str], rows: list[list[str]]) -> list[str]:
+    rule = "| --- |" + " ---: |" * (len(head) - 1)
+    return ["| " + " | ".join(head) + " |", rule, *("| " + " | ".join(r) + " |" for r in rows)]
+
+
+def latex(table: Standings) -> str:
+    found = parts(table, {"best": r"\textbf{{{}}}", "next": r"\underline{{{}}}", "": "{}"})
+    return f"% {table.about()}; needs booktabs\n" + "\n\n".join("\n".join(_tabular(*part)) for part in found) + "\n"
+
+
+def _tabular(head: Sequence[str], rows: list[list[str]]) -> list[str]:
+    def line(cells: Sequence[str]) -> str:
+        return " & ".join(c.replace("±", r"$\pm$").replace("_", r"\_").replace("%", r"\%") for c in cells) + r" \\"
+
+    top = [rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule", line(head), r"\midrule"]
+    return [*top, *map(line, rows), r"\bottomrule", r"\end{tabular}"]
+
+
+def comma_separated(table: Standings) -> str:
+    """Returns every number, unrounded; std_clients is the mean over seeds of the deviation over clients."""
+    out = io.StringIO()
+    columns = [*((f"{k}", "personal", k) for k in PERSONAL), *((f"global_model_{k}", "server", k) for k in GLOBAL)]
+    names = [f"{c}_{part}" for c, _, _ in columns for part in ("mean", "std_clients", "std_seeds")]
+    write = csv.writer(out, lineterminator="\n")
+    write.writerow(["method", "seeds", "trained", "communicated", *names])
+    for r in table.rows:
+        numbers = [getattr(r, which)[key] or (None, None, None) for _, which, key in columns]
+        write.writerow([r.method, r.seeds, r.trained, r.communicated, *(x for n in numbers for x in n)])
+    return out.getvalue()
+
+
+def as_json(table: Standings) -> dict[str, Any]:
+    def numbers(of: dict[str, Number]) -> dict[str, Any]:
+        names = ("mean", "std_clients", "std_seeds")
+        return {key: dict(zip(names, n, strict=True)) if n else None for key, n in of.items()}
+
+    return {
+        "data": table.data,
+        "metric": table.unit,
+        "methods": [
+            {
+                "name": r.method,
+                "seeds": r.seeds,
+                "trained": r.trained,
+                "communicated": r.communicated,
+                **numbers(r.personal),
+                "global_model": numbers(r.server) if any(r.server.values()) else None,
+            }
+            for r in table.rows
+        ],
+    }

@@ -1,0 +1,86 @@
+"""What a method sees of the server in a round, and the guard that chooses between distilled candidates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..lanes import LaneModel, State, Stem, flattened, key_of, stack
+from .distill import Distill, distill
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What a distillation proposes: the plain average first, then the student after some numbers of steps."""
+
+    states: State  # one lane per candidate
+    steps: tuple[int, ...]  # of each
+    trace: Tensor  # the KL of every step
+    options: Distill
+
+    def choose(self, losses: Tensor | None) -> tuple[int, dict[str, Any]]:
+        """Returns the chosen candidate and what metrics.jsonl says about it.
+
+        losses: `[candidates, judges]`, NaN where a judge has no data; None without a guard, which takes the last
+        candidate unless it diverged. On a GPU this is the first call of a round that waits.
+        """
+        finite = torch.stack([t.isfinite().all(1) for t in flattened(self.states).flat or ()]).all(0).cpu()
+        log: dict[str, Any] = {"kl_first": float(self.trace[0]), "kl_last": float(self.trace[-1])}
+        if losses is None:
+            return (-1 if finite[-1] else 0), {**log, "diverged": not bool(finite[-1])}
+        judges = ~losses[0].isnan()  # a judge without data has no opinion on any candidate
+        judged = losses[:, judges].mean(1) if judges.any() else torch.zeros(len(self.steps))
+        judged[1:][~finite[1:]] = torch.inf
+        best = int(judged.nan_to_num(nan=torch.inf).argmin())  # the first of equals: the plain average
+        known = [x if judges.any() and math.isfinite(x) else None for x in judged.tolist()]
+        log |= {"guard_steps": list(self.steps), "guard_losses": known, "guard_chose": self.steps[best]}
+        if self.options.keep_stats == "student":  # 0 steps: the average, or the average with public statistics
+            log["guard_index"] = best
+        return best, log
+
+    def pick(self, state: State, best: int) -> State:
+        """The chosen lane of a state that has one lane per candidate; any other state as it is."""
+        if state.lanes != self.states.lanes:
+            return state
+        return state.map(lambda t: t[best % len(t) : best % len(t) + 1].clone())
+
+
+@dataclass
+class Server:
+    """What a method sees of the server in one round: weights for the mean, and the public data."""
+
+    model: LaneModel
+    images: Sequence[Tensor | Stem]  # prepared public chunks; empty where there are none
+    options: Distill
+    multilabel: bool
+    round: int
+    seed: int
+    clients: int = 1  # all of them, sampled or not
+    weights: Sequence[float] | None = None  # sample counts of the uploads, where weighting asks for them
+    lanes_at_once: int = 0  # teachers in one pass; 0 is all
+    candidates: Candidates | None = None  # what a distillation proposed, for the guard to choose from
+
+    def distill(self, student: State, teachers: State) -> State:
+        """Returns the candidates, one lane each: the student before and after R steps.
+
+        The round's driver lets the guard choose one of them. Where distillation is off, returns the student alone.
+        """
+        o = self.options
+        if o.steps == 0 or (o.rounds and self.round >= o.rounds):
+            return student
+        if not self.images:
+            raise ValueError("distillation needs public images: give some, or set Distill.steps to 0")
+        key = key_of(self.seed, self.round, "distill")
+        states, trace = distill(
+            self.model, student, teachers, self.images, o, self.multilabel, key, self.lanes_at_once, self.round
+        )
+        if o.guard == "none":  # the average takes over where the student diverged
+            self.candidates = Candidates(stack(student, states), (0, o.steps), trace, o)
+        else:
+            self.candidates = Candidates(states, o.judged(), trace, o)
+        return self.candidates.states
