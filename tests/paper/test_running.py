@@ -64,7 +64,7 @@ def test_a_result_has_its_settings_and_rows_and_no_weights(whole: Path) -> None:
 
 
 def test_what_is_done_is_not_done_again(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Experiment, "step", lambda self: pytest.fail("trained again"))
+    monkeypatch.setattr(Experiment, "round", lambda self: pytest.fail("trained again"))
     before = tree(whole)
     assert run_experiment(two(train__rounds=4), place(whole)).left == []
     assert tree(whole) == before
@@ -280,14 +280,14 @@ def test_a_machine_that_fails_leaves_one_line_and_what_was_done(
 ) -> None:
     """Of a run that is tested, and of one that stands for election."""
     plan = staged() if run == "no-kd" else two()
-    step = Experiment.step
+    step = Experiment.round
 
     def fail(sim: Experiment) -> None:
         if sim.now.round == 1:
             raise MemoryError("no room")
         step(sim)
 
-    monkeypatch.setattr(Experiment, "step", fail)
+    monkeypatch.setattr(Experiment, "round", fail)
     with pytest.raises(RunError, match=f"^{run}: no room; what is finished is saved: the same command goes on"):
         run_experiment(plan, place(tmp_path))
     assert (tmp_path / "runs" / "digits" / run / "checkpoints" / "round-0001").is_dir()
