@@ -1,10 +1,10 @@
-"""Which kernel for which shape: K different convolutions over one folded batch, three ways.
+"""Compares three ways to compute K different convolutions over one folded batch, shape by shape.
 
     python benchmarks/conv_kernels.py [--device cuda] [--json FILE]
 
-Times forward + backward of `lane_conv2d` (gradients to the input and the weights; a stem's input is an
-image and needs none) for the k×k convolutions of ResNet-18 with the ImageNet stem and of resnet8. The
-table in `perada.lanes.conv.choose` is read off these numbers; "loses" is its price against the fastest.
+It times forward + backward of `Ops.conv` (gradients to the input and the weights; a stem's input is an
+image and needs none), for the k×k convolutions of ResNet-18 with the ImageNet stem and of resnet8. The
+table in `perada.lanes.conv.choose` comes from these numbers; "loses" is how much slower its choice is than the fastest.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from timing import interleaved, machine, quartiles, show, spread, write
 
-from perada.lanes import conv
-from perada.lanes.conv import Kernel, lane_conv2d
+from perada.lanes import conv, ops_for
+from perada.lanes.conv import Kernel
 
 KERNELS: tuple[Kernel, ...] = tuple(k for k in get_args(Kernel) if k != "columns" or torch.cuda.is_available())
 NOISY = 0.25  # cores that other processes took
@@ -85,7 +85,7 @@ class Case:
         self.incoming = out.to(memory_format=layout)
 
     def forward(self, kernel: Kernel | None) -> torch.Tensor:
-        return lane_conv2d(self.x, self.weight, self.stride, self.padding, kernel=kernel)
+        return ops_for(self.x.device).conv(self.x, self.weight, self.stride, self.padding, kernel=kernel)
 
     def step(self, kernel: Kernel | None) -> None:
         wanted = [t for t in (self.x, self.weight) if t.requires_grad]

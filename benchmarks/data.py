@@ -1,4 +1,4 @@
-"""How long the data take, and whether a client's test data follow its training data.
+"""Measures how long the data take, and whether a client's test data follow its training data.
 
     python benchmarks/data.py                      # corruptions on 1,000 crops of scikit-learn's photographs
     python benchmarks/data.py --cifar10 FOLDER     # the same on CIFAR-10, and the `cifar10` preset's split

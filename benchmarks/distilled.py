@@ -1,11 +1,11 @@
-"""What one distillation does to the weights of the averaged adapter, and what to its running statistics.
+"""Measures what one distillation does to the averaged adapter's weights, and to its running statistics.
 
     python benchmarks/distilled.py --data FOLDER --weights FILE [--rounds 4] [--epochs 1] [--set KEY=VALUE] [--out FILE]
 
-Trains the `cifar10` preset without distillation for some rounds, then distils the last round's uploads once for every
-rate, and scores the plain average and the students on validation data alone, each with the averaged running statistics
-and with those of the public images: by the clients' mean loss and accuracy (each on its own validation images), and by
-those on images that the server holds back. A GPU is not needed: by default there is one local epoch a round.
+It trains the `cifar10` preset without distillation for some rounds, then distils the last round's uploads once per
+rate. It scores the plain average and the students on validation data only, each with the averaged running statistics
+and with those of the public images. Scores are the clients' mean loss and accuracy (each on its own validation images),
+and the same on images that the server holds back. A GPU is not needed: by default a round has one local epoch.
 """
 
 from __future__ import annotations

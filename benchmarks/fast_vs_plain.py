@@ -1,11 +1,11 @@
-"""The fast path against the plain one on a GPU, in float64: one step's gradients, one round of several methods; in
-float32: the losses of 20 steps.
+"""Compares the fast path with the plain one on a GPU. In float64: one step's gradients, and one round of several
+methods. In float32: the losses of 20 steps.
 
     python benchmarks/fast_vs_plain.py [--data FOLDER --weights FILE.safetensors]
 
-The last line is what to hold the losses against: the plain path, started a ten-millionth apart. Without a GPU only that
-line is printed. CI has no GPU; there the kernels run in Triton's interpreter and the recorded loop without recording
-(tests/lanes/test_kernels.py, test_replay.py).
+The last line says how far the plain path is from itself when it starts a ten-millionth apart: compare the losses with
+that. Without a GPU only that line is printed. CI has no GPU; there the kernels run in Triton's interpreter, and the
+recorded loop without recording (tests/lanes/test_triton.py, test_replay.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from perada.config import build, resolve
 from perada.data.batches import ClientBatches
 from perada.data.public import Chunks
 from perada.experiment import Experiment
-from perada.lanes import Gradient, Options, fast, replay, sgd
+from perada.lanes import Gradient, Options, ops, replay, sgd
 from perada.lanes.state import flattened
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +37,7 @@ GIVEN = {"model.weights": "random"}
 
 
 def path(fast_one: bool) -> None:
-    fast.DEVICES = replay.DEVICES = ("cuda",) if fast_one else ()
+    ops.DEVICES = replay.DEVICES = ("cuda",) if fast_one else ()
 
 
 def made(method: str, precision: str, fast_one: bool) -> Experiment:

@@ -1,13 +1,13 @@
-"""What folding buys: K lanes in one step, against K clients one after another, in one run.
+"""Compares K lanes in one step with K clients one after another, in one run.
 
     python benchmarks/lanes.py [--device cuda] [--lanes 1,2,4] [--json FILE]
 
-ResNet-18 with the ImageNet stem and residual adapters, 32×32 images, 16 for each lane. Three ways to do
+ResNet-18 with the ImageNet stem and residual adapters, 32×32 images, 16 per lane. Three ways to do
 the same K × S steps of training:
 
 folded      one call of `perada.lanes.sgd` with K lanes;
 sequential  an ordinary PyTorch loop over K clients: plain modules, frozen weights, torch.optim.SGD;
-one lane    `perada.lanes.sgd` with one lane, K times: what the lanes code costs where nothing is folded.
+one lane    `perada.lanes.sgd` with one lane, K times: what the lanes code costs when nothing is folded.
 
 Every way takes each client's tensors out of a store and puts the trained ones back.
 """
@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from timing import Job, interleaved, machine, show, spread, sync, write
 from torch import Tensor, nn
 
+from perada import adapt
+from perada.adapters import Residual
 from perada.lanes import Batch, LaneModel, State, gather, sgd, stack
 from perada.machine import keep_memory
-from perada.models import lane_model
 from perada.models.resnet import resnet
 
 CLASSES, SIZE, LR = 10, 32, 0.01
@@ -80,7 +81,7 @@ class Bench:
 
     def __init__(self, lanes: int, args: argparse.Namespace, dropout: float = 0.3) -> None:
         self.lanes, self.steps = lanes, args.steps
-        self.model = lane_model(resnet("resnet18", CLASSES), "adapter", "residual", dropout, 0)
+        self.model = adapt(resnet("resnet18", CLASSES), adapter=Residual(dropout))
         self.model.to(args.device, torch.float32)
         self.state = self.model.initial(lanes)
         draw = torch.Generator().manual_seed(0)

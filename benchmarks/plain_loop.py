@@ -1,4 +1,4 @@
-"""One step of 16 lanes beside a plain PyTorch loop over one client at a time, on one GPU, in one run.
+"""Compares one step of 16 lanes with a plain PyTorch loop over one client at a time, on one GPU, in one run.
 
     python benchmarks/plain_loop.py [--precision bf16] [--repeats 5] [--reference FILE.py] [--out FILE.json]
 

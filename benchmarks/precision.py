@@ -1,10 +1,10 @@
-"""What bf16 and tf32 cost in accuracy: comparisons of the same seeds, one a precision, as paired differences.
+"""Shows what bf16 and tf32 cost in accuracy, as paired differences of comparisons with the same seeds.
 
     for p in fp32 tf32 bf16; do perada compare cifar10 --methods perada-no-kd --seeds 3 --set train.rounds=50 \\
         --set run.precision=$p --out runs/$p ... ; done
     python benchmarks/precision.py runs/fp32 runs/tf32 runs/bf16 [--out FILE.json]
 
-The first is what the others are held against; the interval is Student's, 95%.
+The others are compared with the first. The interval is Student's, 95%.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Whole training rounds and what they are made of, and one recorded step by its number of lanes.
+"""Times whole training rounds, their parts, and one recorded step by its number of lanes.
 
     python benchmarks/rounds.py --method perada --precision bf16 --rounds 4 [--size 64] [--set KEY=VALUE] [--out FILE]
 
-The `cifar10` preset (20 clients, Dir(0.1), 8 a round, 10 local epochs, batch 64, ResNet-18) on made-up images of
-CIFAR-10's number and size, and 50,000 public ones, so that nothing has to be fetched: times do not depend on what they
-show. The parts are measured with a wait for the GPU at either end of each, so they are a little longer than without.
+The `cifar10` preset (20 clients, Dir(0.1), 8 per round, 10 local epochs, batch 64, ResNet-18) trains on generated
+images of CIFAR-10's number and size, with 50,000 public ones. Nothing has to be fetched, and times do not depend on
+what images show. Each part is measured with a wait for the GPU at either end, so it is a little longer than without.
 
-Recorded steps are timed on the GPU, one by one. What a round takes outside of them is the host's, the teachers' and the
-guard's: more than the share in which the GPU waits for the host.
+Recorded steps are timed on the GPU, one by one. The time of a round outside of them belongs to the host, the teachers
+and the guard. It is more than the share in which the GPU waits for the host.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def replayed() -> Iterator[Callable[[], float]]:
 
 def step_times(sim: Experiment, repeats: int = 5) -> dict[int, list[float]]:
     """Milliseconds of one recorded step, by lanes; `repeats` means of 20 steps."""
-    loop = next(iter(sim.model.__dict__["replays"].values()))
+    loop = next(iter(sim.model.replays.values()))
 
     def some(width: int) -> None:
         loop.run.at.zero_()
@@ -145,7 +145,7 @@ def measured(args: argparse.Namespace, public: Path) -> dict[str, Any]:
         rounds = [one_round(sim, spent, since) for _ in range(args.rounds)]
     evaluations = [timed(sim.evaluate) for _ in range(2)]
     print(f"evaluation: {evaluations[0]:.2f} s, then {evaluations[1]:.2f} s", flush=True)
-    steps = step_times(sim) if sim.model.__dict__.get("replays") else {}
+    steps = step_times(sim) if sim.model.replays else {}
     for width, found in steps.items():
         print(f"{width:3} lanes: {found[len(found) // 2]:.3f} ms [{found[0]:.3f}–{found[-1]:.3f}]", flush=True)
     return {"rounds_s": rounds, "evaluation_s": evaluations, "step_ms": steps}

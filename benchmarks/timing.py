@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, quartiles, tables, and where the numbers were measured."""
+"""Shared by the benchmarks: interleaved timing, quartiles, tables, and where the numbers were measured."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A whole federation on this machine: a server and three sites, each a process of its own, over TLS and with keys.
+"""A whole federation on this machine: a server and three sites, each in its own process, over TLS and with keys.
 
     python examples/flower_demo.py [FOLDER]      (or: make flower-demo; FOLDER is runs/flower-demo, or the next free)
 
-Three sites hold scikit-learn's handwritten digits, each its own share of every digit, as class/image.png folders. They
-train PerAda for ten rounds; the table is printed at the end and everything is stopped. Every half second the sockets of
-all these processes are looked at: nothing but this machine's loopback address may be at the other end of any.
+Three sites hold scikit-learn's handwritten digits as class/image.png folders, each its own share of every digit. They
+train PerAda for ten rounds. Then the demo prints the table and stops everything. Every half second it looks at the
+sockets of all these processes: only this machine's loopback address may be at the other end of any of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PERADA = (sys.executable, "-m", "perada")
 
 
 def split_digits(root: Path, alpha: float = 0.5, seed: int = 0) -> dict[str, int]:
-    """root/SITE/DIGIT/NUMBER.png; a site's share of each digit is drawn from Dir(alpha). Returns images a site."""
+    """Writes root/SITE/DIGIT/NUMBER.png, with shares drawn from Dir(alpha). Returns the number of images per site."""
     data, rng = digits(), np.random.default_rng(seed)
     counts = dict.fromkeys(SITES, 0)
     for label in range(10):
@@ -49,7 +49,7 @@ def split_digits(root: Path, alpha: float = 0.5, seed: int = 0) -> dict[str, int
 
 
 def peers(pids: set[int]) -> set[str]:
-    """The addresses at the other end of these processes' sockets, by /proc."""
+    """Returns the addresses at the other end of these processes' sockets, from /proc."""
     inodes = set()
     for pid in pids:
         try:
@@ -57,7 +57,7 @@ def peers(pids: set[int]) -> set[str]:
         except OSError:
             continue
         inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6", "udp", "udp6"):
         try:
             lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
@@ -67,12 +67,12 @@ def peers(pids: set[int]) -> set[str]:
             packed = bytes.fromhex(words[2].split(":")[0])
             words4 = b"".join(packed[i : i + 4][::-1] for i in range(0, len(packed), 4))  # the kernel's byte order
             if words[9] in inodes and any(words4):
-                found.add(str(ipaddress.ip_address(words4)))
-    return found
+                addresses.add(str(ipaddress.ip_address(words4)))
+    return addresses
 
 
 class Watch(threading.Thread):
-    """Looks again and again whom we and our processes talk to."""
+    """Records, every half second, which addresses this process and its children talk to."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -86,7 +86,7 @@ class Watch(threading.Thread):
 
 @contextmanager
 def running(*words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A `perada` command in the background, stopped at the end."""
+    """Runs a `perada` command in the background and stops it at the end."""
     process = subprocess.Popen([*PERADA, *words], start_new_session=True)
     try:
         yield process
@@ -96,7 +96,7 @@ def running(*words: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def demo(home: Path, *settings: str) -> int:
-    """`settings` are KEY=VALUE, for a shorter one."""
+    """Runs the demo and returns its exit code. `settings` are KEY=VALUE, for a shorter run."""
     began = time.monotonic()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -126,7 +126,7 @@ def demo(home: Path, *settings: str) -> int:
 
 
 def wrong(seen: set[str]) -> bool:
-    """Whether somebody else was contacted, or nothing was seen at all, so that nobody can say."""
+    """Returns whether another machine was contacted, or no socket was seen, which proves nothing."""
     strangers = sorted(a for a in seen if not ipaddress.ip_address(a).is_loopback)
     if strangers or "127.0.0.1" not in seen:
         print(f"wrong: {f'contacted {strangers}' if strangers else 'the sockets were not seen'}", file=sys.stderr)
@@ -134,7 +134,7 @@ def wrong(seen: set[str]) -> bool:
 
 
 def _train(project: Path) -> int:
-    """Wait for the server, train, print the table."""
+    """Waits for the server, trains and prints the table. Returns the exit code."""
     for _ in range(120):
         if (project / "state" / "flower" / "ready").exists():
             return subprocess.run([*PERADA, "flower", "run", str(project)], check=False).returncode
@@ -144,13 +144,13 @@ def _train(project: Path) -> int:
 
 
 def orderly() -> None:
-    """SIGTERM ends us as Ctrl-C does: with everything that we started."""
+    """Lets SIGTERM end this process as Ctrl-C does, together with everything it started."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 if __name__ == "__main__":
     orderly()
-    threads = max(1, (os.cpu_count() or 1) // len(SITES))  # the sites share this machine: more would only wait
+    threads = max(1, (os.cpu_count() or 1) // len(SITES))  # the sites share this machine
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     names = (Path("runs") / f"flower-demo{f'-{n}' if n > 1 else ''}" for n in count(1))
     home = Path(sys.argv[1]) if len(sys.argv) > 1 else next(path for path in names if not path.exists())

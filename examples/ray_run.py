@@ -1,13 +1,14 @@
-"""The same apps on Flower's simulation engine (Ray): a virtual node for each site, all on this machine.
+"""The same apps on Flower's simulation engine (Ray): one virtual node per site, all on this machine.
 
     PERADA_FLOWER_SERVER=server.toml PERADA_FLOWER_SITES=a/site.toml:b/site.toml python examples/ray_run.py
 
-Needs the extra `flower-sim`. Nobody is told of it: telemetry, the look for updates and Ray's usage statistics are off.
+It needs the extra `flower-sim`. Telemetry, update checks and Ray's usage statistics are off.
 """
 
 import os
 
 os.environ.update(FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1", RAY_USAGE_STATS_ENABLED="0")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported, as the `perada` command does
 
 from flwr.simulation import run_simulation
 

@@ -4,8 +4,8 @@
     perada train folder --data sites --set data.size=16 --set model.backbone=resnet8 --out runs/sites
     perada predict runs/sites --client north sites/north/two/000.png
 
-Each site scans in its own way (north as it is, south in white on black, west dark and blurred), so that a model of its
-own pays.
+Each site scans in its own way: north plainly, south in white on black, west dark and blurred. So each site gains from a
+model of its own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sklearn.datasets import load_digits
 
 CLASSES = ("zero", "one", "two", "three")
 SITES = ("north", "south", "west")
-EACH = 30  # images of a class at a site
+EACH = 30  # images per class and site
 
 
 def scan(digit: np.ndarray, site: str) -> Image.Image:
-    """One digit, 8×8 of 0..16, as the site's scanner would give it: 32×32, grey."""
+    """Returns a digit (8×8, 0 to 16) as the site's scanner would give it: 32×32, grey."""
     image = Image.fromarray(np.rint(255 - digit * (255 / 16)).astype(np.uint8)).resize(
         (32, 32), Image.Resampling.BICUBIC
     )
@@ -35,15 +35,15 @@ def scan(digit: np.ndarray, site: str) -> Image.Image:
 
 
 def build(root: Path, each: int = EACH) -> int:
-    """Writes the images; no digit is used twice. Returns how many."""
+    """Writes the images and returns how many. No digit is used twice."""
     data = load_digits()
     written = 0
     for label, name in enumerate(CLASSES):
-        mine = data.images[data.target == label]
+        digits = data.images[data.target == label]
         for i, site in enumerate(SITES):
             folder = root / site / name
             folder.mkdir(parents=True, exist_ok=True)
-            for n, digit in enumerate(mine[i * each : (i + 1) * each]):
+            for n, digit in enumerate(digits[i * each : (i + 1) * each]):
                 scan(digit, site).save(folder / f"{n:03d}.png")
                 written += 1
     return written

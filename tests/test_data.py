@@ -14,7 +14,7 @@ from small import pixel_federation, pixels
 from perada.data import DataOptions, Federation, build_federation, public_images
 from perada.data.batches import ClientBatches, sample_stream, steps_of
 from perada.data.digits import digits, glyphs
-from perada.data.partition import deal, dirichlet, dirichlet_counts, feed, follow, holdout, largest_remainder
+from perada.data.partition import deal, dirichlet_counts, feed, follow, hand_out, holdout, largest_remainder
 from perada.errors import InputError
 from perada.lanes import fold, key_of, rng_of
 
@@ -99,7 +99,7 @@ def test_feeding_takes_from_the_richest_and_prefers_the_clients_own_classes() ->
     assert fed[0].tolist() == [0, 2], "of class 1, which client 0 trains on"
     assert fed.sum(0).tolist() == [11, 8]
     assert fed[2].tolist() == [2, 3] or fed[2, 1] == 4  # it had the most of class 1
-    with pytest.raises(InputError, match=r"lower data\.clients"):
+    with pytest.raises(InputError, match=r"lower DataOptions\.clients"):
         feed(np.array([[0], [1]]), 1, np.array([[1], [1]]))
 
 
@@ -166,14 +166,15 @@ def test_the_cap_makes_sizes_more_alike() -> None:
 
 @pytest.mark.parametrize("clients", [900, 1797, 10**9])
 def test_more_clients_than_samples_are_refused(clients: int) -> None:
-    with pytest.raises(InputError, match=r"data\.clients"):
+    with pytest.raises(InputError, match=r"DataOptions\.clients"):
         federation(clients=clients)
 
 
 def test_as_many_clients_as_there_can_be_are_not_refused() -> None:
     labels = np.zeros(40, np.int64)
     index = np.arange(40)
-    clients = dirichlet(labels, index[:20], index[20:30], index[30:], 10, 0.1, rng_of(0))
+    counts = dirichlet_counts(np.array([20]), 10, 0.1, rng_of(0))
+    clients = hand_out(counts, labels, index[:20], index[20:30], index[30:], rng_of(0))
     assert [len(c.train) for c in clients] == [2] * 10
     assert [len(c.val) for c in clients] == [1] * 10
 
@@ -291,5 +292,5 @@ def test_public_images_by_name() -> None:
     whole = public_images("digits", 8)
     assert whole is not None
     assert len(whole) == 1797
-    with pytest.raises(InputError, match=r"distill\.data: 'no-such' .* one of: none, glyphs"):
+    with pytest.raises(InputError, match=r"Distill\.data: 'no-such' .* one of: none, glyphs"):
         public_images("no-such", 8)

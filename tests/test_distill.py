@@ -14,7 +14,8 @@ from lanes.problems import noisy
 from small import ONE, adam_by_hand, double, lanes_of, pixel_model, weights_of
 from torch import Tensor
 
-from perada.lanes import LaneModel, State, adapt, gather, mean
+from perada import adapt
+from perada.lanes import LaneModel, State, gather, mean
 from perada.models.resnet import resnet
 from perada.server.distill import Distill, Server, chunks_in, chunks_of, distill, kl, teacher_logits
 

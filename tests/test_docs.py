@@ -1,49 +1,56 @@
-"""What the documents say is so."""
+"""What the documents say is so: their programs run, their tables are the code's."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 from small import SMALL
 
-import perada
+from perada.data import Federation
 from perada.methods import REGISTRY, grids, method_sizes
 
 DOCS = Path(__file__).parents[1] / "docs"
-TEXT = (DOCS / "new-method.md").read_text()
-FILE, LINE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+def blocks(document: str, language: str) -> list[str]:
+    """Returns the code blocks of a document in one language."""
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / document).read_text("utf8"), re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with the example of docs/new-method.md in it: one new file, one more line."""
+    """Another package, installed: the file of docs/new-method.md, and the entry point that it declares."""
     home = tmp_path_factory.mktemp("package")
-    shutil.copytree(Path(perada.__file__).parent, home / "perada", ignore=shutil.ignore_patterns("__pycache__"))
-    (home / "perada" / "methods" / "fedavgm.py").write_text(FILE)
-    registry = home / "perada" / "methods" / "__init__.py"
-    before = registry.read_text()
-    last = '    "feddf": _method("feddf.FedDF"),\n'
-    assert before.count(last) == 1
-    registry.write_text(before.replace(last, last + LINE))
-    changed = [d for d in difflib.ndiff(before.splitlines(), registry.read_text().splitlines()) if d[0] in "+-?"]
-    assert changed == [f"+ {LINE.rstrip()}"]
+    (file,) = blocks("new-method.md", "python")
+    (declared,) = blocks("new-method.md", "toml")
+    (home / "mymethods.py").write_text(file)
+    points = tomllib.loads(declared)["project"]["entry-points"]
+    told = home / "mymethods-1.0.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: mymethods\nVersion: 1.0\n")
+    lines = [f"[{group}]\n" + "".join(f"{n} = {v}\n" for n, v in found.items()) for group, found in points.items()]
+    (told / "entry_points.txt").write_text("\n".join(lines))
     return home
 
 
+def python(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python where the other package is installed."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), *sys.path]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *words], cwd=package, env=env, capture_output=True, text=True, timeout=300)
+
+
 def run(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "perada", *words], cwd=package, env=env, capture_output=True, text=True, timeout=300
-    )
+    return python(package, "-m", "perada", *words)
 
 
 def words(**extra: object) -> list[str]:
@@ -57,9 +64,14 @@ def test_the_example_method_trains_counts_and_compares(package: Path) -> None:
     found = {m["name"]: m for m in json.loads(done.stdout)["methods"]}
     assert found["fedavgm"]["trained"] == found["fedavg"]["trained"]
     assert found["fedavgm"]["global_test"] != found["fedavg"]["global_test"]
-    listed = json.loads(run(package, "methods", "--json").stdout)
-    assert len(listed) == len(REGISTRY) + 1
-    assert listed[-1] == {"name": "fedavgm", **method_sizes("fedavg")}
+
+
+def test_the_commands_find_the_example_by_its_place(package: Path) -> None:
+    out = ("--out", "by-place")
+    done = run(package, "train", "digits", "--method", "mymethods:FedAvgM", *out, *words(train__rounds=1))
+    assert done.returncode == 0, done.stderr
+    again = run(package, "report", "by-place")
+    assert again.returncode == 0, again.stderr
 
 
 def test_the_example_method_is_what_it_says(package: Path) -> None:
@@ -87,8 +99,7 @@ for _ in range(3):
     sim.round()
 print(json.dumps([zero, float((sim.now.broadcast.params[name] - wanted).norm()), float(wanted.norm())]))
 """
-    env = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    done = python(package, "-c", code)
     assert done.returncode == 0, done.stderr
     zero, off, size = json.loads(done.stdout)
     assert zero < 1e-9 * size
@@ -100,6 +111,43 @@ def test_a_bad_value_of_the_example_is_one_line(package: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == "error: method.beta must be in [0, 1), not 2.0\n"
     assert not (package / "never").exists()
+
+
+class Wandb(ModuleType):
+    """Stands in for the package wandb, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.told: list[tuple[str, Any]] = []
+
+    def init(self, **settings: Any) -> Wandb:
+        self.told.append(("init", settings))
+        return self
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.told.append((f"log {step}", values))
+
+    def finish(self) -> None:
+        self.told.append(("finish", None))
+
+
+@pytest.mark.skipif(not hasattr(Federation, "from_arrays"), reason="Federation.from_arrays is not merged yet")
+def test_the_program_of_the_python_document_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All its blocks, one after the other, as one program."""
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "mine"}
+    for block in blocks("python.md", "python"):
+        exec(compile(block, "docs/python.md", "exec"), names)
+    said = capsys.readouterr().out
+    assert "torch.Size([1, 10])" in said, "a personal model of the own network predicts"
+    assert re.findall(r"^(\d+) [\d.]+ \d+$", said, re.MULTILINE) == ["1", "2", "3", "4"], "stopped after round 3"
+    assert [what for what, _ in wandb.told] == ["init", "log 1", "log 2", "finish"]
+    assert wandb.told[0][1]["config"] == {"method": "FedAvg"}
+    assert wandb.told[1][1].keys() >= {"loss", "bytes_up", "local_test", "global_test"}
 
 
 def test_the_table_of_methods_has_every_method_with_its_numbers() -> None:

@@ -14,8 +14,9 @@ import torch
 from helpers import assert_close_norm
 from small import small
 
+from perada.config import build
 from perada.data.batches import sample_stream, steps_of
-from perada.experiment import Simulation, prepare
+from perada.experiment import Experiment
 from perada.lanes import State
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "perada_plain.py"
@@ -43,11 +44,11 @@ def plain() -> ModuleType:
     return module
 
 
-def network(plain: ModuleType, sim: Simulation) -> torch.nn.Module:
+def network(plain: ModuleType, exp: Experiment) -> torch.nn.Module:
     """The example's own network with the values of the package's: same names, same shapes."""
     net = plain.ResNet8(dropout=0.0).double()
-    first = lane(sim.model.initial())
-    values = {**sim.model.module.state_dict(), **first}
+    first = lane(exp.model.initial())
+    values = {**exp.model.module.state_dict(), **first}
     counters = {n for n in net.state_dict() if n.endswith("num_batches_tracked")}
     net.load_state_dict({n: values[n] for n in net.state_dict().keys() - counters}, strict=False)
     return net
@@ -68,8 +69,8 @@ def assert_same(found: State, k: int, wanted: dict[str, torch.Tensor], what: str
 
 def test_three_rounds_equal_the_package(plain: ModuleType) -> None:
     """In float64, from the same initial values and on the same batches: every parameter and running statistic."""
-    sim = prepare(small(**SETTINGS))
-    fed, options, seed = sim.federation, sim.config.train, sim.config.run.seed
+    exp = build(small(**SETTINGS))
+    fed, options, seed = exp.federation, exp.train, exp.options.seed
 
     def data(t: int, m: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         client = fed.clients[m]
@@ -78,25 +79,25 @@ def test_three_rounds_equal_the_package(plain: ModuleType) -> None:
         return [(fed.prepare(fed.images[i], torch.float64), fed.targets[i]) for i in stream.split(options.batch)]
 
     def public(t: int) -> list[torch.Tensor]:
-        steps = sim.config.distill.steps
-        return [sim.public[step % len(sim.public)] for step in range(steps)]
+        steps = exp.distill.steps
+        return [exp.public[step % len(exp.public)] for step in range(steps)]
 
-    net = network(plain, sim)
-    settings = {"lam": sim.method.lam, "lr": options.lr, "server_lr": sim.config.distill.lr}
-    rounds = plain.perada(net, len(fed.clients), sim.cohort, data, public, **settings)
+    net = network(plain, exp)
+    settings = {"lam": exp.method.lam, "lr": options.lr, "server_lr": exp.distill.lr}
+    rounds = plain.perada(net, len(fed.clients), exp.sampled, data, public, **settings)
     for number in range(1, ROUNDS + 1):
-        sim.step()
+        exp.round()
         w, v = next(rounds)
-        assert_same(sim.now.broadcast, 0, w, f"round {number}, w")
+        assert_same(exp.now.broadcast, 0, w, f"round {number}, w")
         for m, own in enumerate(v):
-            assert_same(sim.now.kept, m, own, f"round {number}, v of client {m}")
+            assert_same(exp.now.kept, m, own, f"round {number}, v of client {m}")
 
 
 def test_the_example_predicts_as_the_package_does(plain: ModuleType) -> None:
-    sim = prepare(small(**SETTINGS))
-    net = network(plain, sim).eval()
-    images = sim.federation.prepare(sim.federation.images[:8], torch.float64)
-    wanted = sim.model(sim.model.initial(), images, "running")[0]
+    exp = build(small(**SETTINGS))
+    net = network(plain, exp).eval()
+    images = exp.federation.prepare(exp.federation.images[:8], torch.float64)
+    wanted = exp.model(exp.model.initial(), images, "running")[0]
     assert_close_norm(net(images), wanted, 1e-12, "logits")
 
 

@@ -1,4 +1,4 @@
-"""The `digits` table of the README: methods over seeds, paired differences with confidence intervals.
+"""The table of docs/digits.md: methods over seeds, paired differences with confidence intervals.
 
     python tools/digits_table.py --seeds 5 --jobs 2 --out docs/digits.json
     python tools/digits_table.py --show docs/digits.json

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .adapters import adapt
+from .adapters import Adapter, adapt, adapter_of
 from .client.cohort import SPLITS, Cohort, LocalCohort, Uploads
 from .client.scores import Scores, logits_on, score
 from .client.trainer import Train, Trainer, sample_loss
@@ -24,6 +24,7 @@ from .errors import InputError
 from .lanes import LaneModel, State, bytes_per_lane, get_ready, on_cpu, repeat, rng_of, stack
 from .machine import arithmetic, device_of, free_memory, precision_of
 from .methods import Finisher, Method
+from .models import BACKBONES, Backbone
 from .runs.folder import Checkpoint, RunFolder
 from .runs.rows import Evaluation
 from .server.distill import Distill, public_chunks
@@ -94,7 +95,9 @@ def sampled_clients(seed: int, round: int, clients: int, cohort: int) -> list[in
     return sorted(int(m) for m in rng.choice(clients, cohort or clients, replace=False))
 
 
-def lanes_of(net: nn.Module, method: Method, adapter: Any, head: str | None, options: RunOptions) -> LaneModel:
+def lanes_of(
+    net: nn.Module, method: Method, adapter: Adapter | None, head: str | None, options: RunOptions
+) -> LaneModel:
     """Returns the lanes that a method trains, over a network."""
     parts, device = method.parts, device_of(options.device)
     kind = adapter if parts.adapters else None
@@ -141,7 +144,7 @@ class Experiment:
         federation: Federation,
         method: Method,
         *,
-        adapter: Any = "residual",
+        adapter: Adapter | str | None = "residual",
         head: str | None = None,
         public: Tensor | None = None,
         train: Train = Train(),
@@ -156,8 +159,10 @@ class Experiment:
         if to_train:
             get_ready(self.device)
         self.net, self.federation, self.method = net, federation.to(self.device), method
-        self.adapter, self.head, self.train, self.distill = adapter, head, train, distill
-        self.model = lanes_of(net, method, adapter, head, self.options)
+        self.adapter, self.head, self.train, self.distill = adapter_of(adapter), head, train, distill
+        if to_train:
+            Backbone(net, head or "").check((3, *federation.images.shape[-2:]), len(federation.classes))
+        self.model = lanes_of(net, method, self.adapter, head, self.options)
         self.cohort: Cohort = (
             cohort(self) if cohort else LocalCohort(self.model, self.federation, method, train, self.options.seed)
         )
@@ -392,7 +397,8 @@ class Experiment:
 
     def frozen_to_save(self) -> dict[str, Tensor]:
         """Returns the network's weights, where the configuration alone cannot make them again."""
-        if self.config is not None and self.config.model.weights in ("embedded", "random"):
+        options = None if self.config is None else self.config.model
+        if options is not None and options.weights in ("embedded", "random") and options.backbone in BACKBONES:
             return {}
         return {k: t for k, t in self.net.state_dict().items() if not k.endswith("num_batches_tracked")}
 

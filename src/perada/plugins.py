@@ -36,7 +36,7 @@ def find(kind: str, group: str, name: str, ours: Mapping[str, Any]) -> Callable[
         point = next(iter(entry_points(group=group, name=name)))
         found = _imported(kind, name, point.module, point.attr)
     if not callable(found):
-        raise InputError(f"{kind} {name!r} is a {type(found).__name__}, which cannot be called")
+        raise InputError(f"{kind} {name!r} is of type {type(found).__name__}, which cannot be called")
     return found  # type: ignore[no-any-return]
 
 

@@ -100,11 +100,12 @@ class Killed(BaseException):
 def test_a_kill_while_writing_leaves_nothing_that_is_read(
     photos: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kill(*names: object) -> None:
+    def kill(*names: object, **more: object) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", kill)
+        patch.setattr(Path, "unlink", kill)  # a killed process does not tidy up
         with pytest.raises(Killed):
             copies(photos, tmp_path)
     left = [p.name for p in next(tmp_path.iterdir()).iterdir()]

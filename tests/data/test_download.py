@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from perada.data import download
-from perada.data.download import Entry, Remote, catalogue, get
+from perada.data.download import CATALOGUE, Entry, Remote, get
 from perada.errors import InputError, RunError
 
 FOLDER = "cifar-10-batches-py"
@@ -254,10 +254,10 @@ def test_what_must_be_fetched_by_hand(name: str, tmp_path: Path) -> None:
 
 
 def test_the_catalogue() -> None:
-    names = [entry.name for entry in catalogue()]
+    names = [entry.name for entry in CATALOGUE.values()]
     assert names[0] == "cifar10"
     assert {"cifar100", "cifar10.1", "cifar10-c", "stl10", "office-home", "chexpert"} < set(names)
-    for entry in catalogue():
+    for entry in CATALOGUE.values():
         assert entry.title
         assert entry.home.startswith("https://")
         assert bool(entry.by_hand) != bool(entry.remotes)
@@ -266,6 +266,6 @@ def test_the_catalogue() -> None:
             assert remote.file in remote.url
             if remote.checksum is not None:
                 assert len(bytes.fromhex(remote.checksum.removeprefix("md5:"))) == 16
-    assert [e.name for e in catalogue() if "no published" in e.checksum] == ["cifar10.1"]
+    assert [e.name for e in CATALOGUE.values() if "no published" in e.checksum] == ["cifar10.1"]
     with pytest.raises(InputError, match="did you mean 'cifar10'"):
         get("cifar1", ".")

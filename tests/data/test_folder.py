@@ -122,7 +122,7 @@ def test_an_image_is_scaled_by_its_shorter_side_and_cropped_in_the_middle(tmp_pa
 
 def test_an_unreadable_file_is_named(sites: Path) -> None:
     (sites / "north" / "cat" / "bad.png").write_bytes(b"\x89PNG nonsense")
-    with pytest.raises(InputError, match=r"north/cat/bad\.png.*data\.skip_bad=true"):
+    with pytest.raises(InputError, match=r"north/cat/bad\.png.*DataOptions\.skip_bad=true"):
         folder(str(sites), 8, skip_bad=False)
     source = folder(str(sites), 8, skip_bad=True)
     assert len(source.images) == len(source.targets) == 20
@@ -130,7 +130,7 @@ def test_an_unreadable_file_is_named(sites: Path) -> None:
     for i in range(5):
         (sites / "south" / "dog" / f"bad{i}.jpg").write_bytes(b"")
     with pytest.raises(
-        InputError, match=r"cannot read 6 of 26 images, \S+bad\.png, .*and 1 more: .*data\.skip_bad=true"
+        InputError, match=r"cannot read 6 of 26 images, \S+bad\.png, .*and 1 more: .*DataOptions\.skip_bad=true"
     ):
         folder(str(sites), 8, skip_bad=False)
 

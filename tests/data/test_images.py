@@ -148,7 +148,7 @@ def test_unreadable_images_are_remembered_and_refused_all_the_same(
 ) -> None:
     files[4].write_bytes(b"no image")
     files[7].unlink()
-    refused(lambda: load(files), "04.png", "07.png", "data.skip_bad=true")
+    refused(lambda: load(files), "04.png", "07.png", "DataOptions.skip_bad=true")
     assert list(cache.iterdir()) == [], "nothing is left of a refused set"
     for _ in range(2):
         images, kept = load(files, skip_bad=True)
@@ -296,7 +296,9 @@ ONE = np.zeros((3, 8, 8, 3), np.uint8)
     [
         ({"images": np.array([{}, 1, 2], object), "labels": [0, 1, 2]}, "Python objects"),
         ({"images": ONE, "labels": np.array([{}, 1, 2], object)}, "Python objects"),
-        ({"images": ONE.astype(np.float32), "labels": [0, 1, 2]}, "uint8"),
+        ({"images": ONE.astype(np.int16), "labels": [0, 1, 2]}, "images of type int16: expected uint8"),
+        ({"images": ONE + np.float32(1.5), "labels": [0, 1, 2]}, "float images must lie in [0, 1], not [1.5, 1.5]"),
+        ({"images": np.full((3, 8, 8), np.nan), "labels": [0, 1, 2]}, "float images must lie in [0, 1]"),
         ({"images": np.zeros((3, 8, 8, 4), np.uint8), "labels": [0, 1, 2]}, "[3, 8, 8, 4]"),
         ({"images": ONE}, "no labels"),
         ({"labels": [0]}, "no images"),
@@ -363,7 +365,7 @@ def test_manifest_of_several_labels(tmp_path: Path) -> None:
     text = (
         "Path,Edema,Site,Nodule,Split\npictures/3.png,1,b,0,val\nbroken.png,0,c,0,test\npictures/1.png,1,a,1.0,train\n"
     )
-    refused(lambda: manifest(table(tmp_path, text), 8), "broken.png", "data.skip_bad=true")
+    refused(lambda: manifest(table(tmp_path, text), 8), "broken.png", "DataOptions.skip_bad=true")
     source = manifest(table(tmp_path, text), 8, skip_bad=True)
     assert source.classes == ("Edema", "Nodule")
     assert source.targets.tolist() == [[1, 0], [1, 1]]

@@ -36,7 +36,7 @@ def test_everybody_has_the_least_of_each_class(least: int, cap: bool) -> None:
 
 def test_an_impossible_least_is_refused_in_one_sentence() -> None:
     with pytest.raises(
-        InputError, match=r"^data\.min_per_class=2 needs 20 .* class 1 has 19: lower data\.min_per"
+        InputError, match=r"^DataOptions\.min_per_class=2 needs 20 .* class 1 has 19: lower it, or DataOptions\.clients"
     ) as e:
         dirichlet_counts(np.array([100, 19, 40]), 10, 0.1, rng_of(0), min_per_class=2)
     assert "\n" not in str(e.value)
@@ -204,12 +204,12 @@ def test_shards_across_the_end_of_a_class() -> None:
 
 @pytest.mark.parametrize("set", [{"partition": "iid"}, {"partition": "shards"}, {"partition": "dirichlet"}])
 def test_more_clients_than_samples_are_refused(set: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=r"1000 clients need 2 .* lower data\.clients"):
+    with pytest.raises(InputError, match=r"1000 clients need 2 .* lower DataOptions\.clients"):
         split(source_of(np.arange(1500) % 3), DataOptions(clients=1000, **set))
 
 
 def test_more_shards_than_samples_are_refused() -> None:
-    with pytest.raises(InputError, match=r"data\.shards=9 need 90 training samples but there are 80"):
+    with pytest.raises(InputError, match=r"DataOptions\.shards=9 need 90 training samples but there are 80"):
         shard_counts(np.array([40, 40]), 10, 9, rng_of(0))
 
 
@@ -222,7 +222,7 @@ def test_more_shards_than_samples_are_refused() -> None:
         ({"min_per_class": -1}, "min_per_class must be at least 0, not -1"),
         ({"shards": 0}, "shards must be at least 1, not 0"),
         ({"meta_min": 0}, "meta_min must be at least 1, not 0"),
-        ({"min_per_class": 2, "partition": "iid"}, r"min_per_class is for data\.partition=dirichlet, not iid"),
+        ({"min_per_class": 2, "partition": "iid"}, r"min_per_class needs DataOptions\.partition=dirichlet, not iid"),
     ],
 )
 def test_bad_settings_are_refused(set: dict[str, Any], said: str) -> None:

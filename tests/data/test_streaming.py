@@ -20,6 +20,7 @@ from perada import data
 from perada.cli import main as cli
 from perada.config import build
 from perada.data import DataOptions, Federation, Source, build_federation
+from perada.data import federation as module
 from perada.data.augment import AUGMENT
 from perada.data.batches import ClientBatches
 from perada.data.digits import digits
@@ -54,7 +55,7 @@ def test_streaming_changes_nothing(kind: dict[str, Any]) -> None:
     here, there = (trained(data__resident=way, **kind) for way in ("yes", "no"))
     assert there.federation.stream
     assert not here.federation.stream
-    steps = {len(here.federation.clients[c].train) // 8 for c in here.cohort(0)}
+    steps = {len(here.federation.clients[c].train) // 8 for c in here.sampled(0)}
     assert len(steps) > 1, "ragged"
     assert_same_tensors(everything(here), everything(there))
     assert here.now.last == there.now.last
@@ -71,8 +72,8 @@ def test_who_is_streamed(resident: Any, stream: bool) -> None:
 def test_images_that_would_fill_a_gpu_are_streamed(share: float, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     images = torch.zeros(1000, dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(1000 / share), 0))
-    assert data._fits(images, torch.device("cuda")) is fits
-    assert data._fits(images, CPU)
+    assert module._fits(images, torch.device("cuda")) is fits
+    assert module._fits(images, CPU)
 
 
 def test_a_run_says_where_its_images_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +180,7 @@ def test_a_read_only_mapped_source_is_neither_copied_nor_written_to(
     monkeypatch.setitem(data.SOURCES, "digits", lambda options: dataclasses.replace(source, images=mapped))
     set: dict[str, Any] = {"method__name": "perada-no-kd", "train__rounds": 1, "data__augment": "crop"}
     there = trained(data__resident="no", **set)
-    made = data._writable(mapped)
+    made = module.writable(mapped)
     assert isinstance(made, np.memmap)
     assert made.flags.writeable
     made[0] = 9  # in memory only
@@ -192,7 +193,7 @@ def test_a_read_only_mapped_source_is_neither_copied_nor_written_to(
 def test_a_part_of_a_mapped_source_keeps_its_pixels(view: Callable[[Any], Any], tmp_path: Path) -> None:
     images = digits().images
     np.save(tmp_path / "images.npy", images)
-    assert np.array_equal(data._writable(view(np.load(tmp_path / "images.npy", mmap_mode="r"))), view(images))
+    assert np.array_equal(module.writable(view(np.load(tmp_path / "images.npy", mmap_mode="r"))), view(images))
 
 
 def test_many_image_files_are_streamed_from_the_file_that_keeps_their_pixels(
@@ -267,7 +268,7 @@ def test_only_training_images_are_augmented(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(ClientBatches, "__call__", count)
     sim, plain = (build(small(data__augment=kind)) for kind in ("flip", "none"))
-    assert sim.evaluate()["local_test"] == plain.evaluate()["local_test"]
+    assert sim.evaluate().scores["local_test"] == plain.evaluate().scores["local_test"]
     assert all(torch.equal(a, b) for a, b in zip(sim.public, plain.public, strict=True))
     assert seen == []
     sim.round()
@@ -321,5 +322,5 @@ def test_labels_may_be_chosen_and_are_refused_where_they_cannot_be(monkeypatch: 
     assert one.targets.shape == (60, 1)
     with pytest.raises(InputError, match="unknown label 'edema': did you mean 'oedema'"):
         federation(source, monkeypatch, labels=("cyst", "edema"))
-    with pytest.raises(InputError, match=r"data\.labels is for multi-label data"):
+    with pytest.raises(InputError, match=r"DataOptions\.labels is for multi-label data"):
         federation(some(), monkeypatch, labels=("oedema",))

@@ -17,8 +17,8 @@ import perada
 from perada.cli import main as cli
 from perada.client.scores import scores_on
 from perada.data import Client, Federation, named_sets, testsets
+from perada.data.cache import cache_folder
 from perada.data.corruptions import CORRUPTIONS, corrupt
-from perada.data.images import cache_folder
 from perada.errors import InputError
 from perada.lanes import State
 
@@ -122,7 +122,7 @@ def test_the_published_sets(official: Path) -> None:
         ("fog:3.0", "1 to 5"),
         ("shifted:fog", "1 to 5"),
         ("fog:3:4", "'4'"),
-        ("fog:3:", "nothing is known"),
+        ("fog:3:", "has no meaning there"),
         ("shifted:3:fog", "'fog'"),
         ("cifar10.1:fog", "'fog'"),
         ("cifar10-c:fogg", "did you mean 'fog'"),

@@ -252,7 +252,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "report without a run": (["report"], ["RUN"]),
     "partition of an unknown preset": (["partition", "digitz"], ["'digitz'", "digits"]),
     "partition with a bad setting": (["partition", "--set", "data.alpha=0"], ["data.alpha"]),
-    "parameters of an unknown backbone": (["params", "resnet50"], ["'resnet50'", "resnet"]),
+    "parameters of an unknown backbone": (["params", "resnet51"], ["'resnet51'", "resnet50"]),
     "parameters for no classes": (["params", "resnet18", "--classes", "0"], ["--classes"]),
     "methods with an argument": (["methods", "extra"], ["extra"]),
 }

@@ -98,6 +98,17 @@ def test_a_plan_names_no_file_and_no_download(
     assert "names files or downloads" in reply.error
 
 
+@pytest.mark.parametrize(
+    ("key", "name"), [("backbone", "os:abort"), ("backbone", "torchvision.models:resnet18"), ("adapter", "os:abort")]
+)
+def test_a_plan_names_no_module_to_import(key: str, name: str, asked: tuple[World, MemoryGrid]) -> None:
+    world, _ = asked
+    found = json.loads(Plan.of(world.settings, "ab" * 32).text())
+    found["config"]["model"][key] = name
+    with pytest.raises(InputError, match="it names a module to import"):
+        Plan.parse(json.dumps(found))
+
+
 @pytest.mark.parametrize("backbone", ["", "/../../../away", "AB" * 32, "ab" * 32 + "\n"])
 def test_a_plans_backbone_is_a_digest(backbone: str, asked: tuple[World, MemoryGrid]) -> None:
     with pytest.raises(InputError, match="backbone is no sha256"):

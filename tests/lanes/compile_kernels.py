@@ -12,10 +12,24 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
-import perada.lanes.kernels as kernels
-from perada.lanes import Stem
-from perada.lanes.kernels import adapter, conv, elsewhere, flat, images, launch, loss, norm, stem, tiles
+from perada.lanes import LaneBatchNorm, LaneConv2d, Norm, ResidualAdapter, Stem
+from perada.lanes.context import Context
+from perada.lanes.ops import AdamPlan, Pulled
+from perada.lanes.ops.triton import (
+    Triton,
+    adapter,
+    columns,
+    compile_pool,
+    flat,
+    images,
+    launch,
+    loss,
+    norm,
+    stem,
+    tiles,
+)
 
+TRITON = Triton()
 TYPES = {
     torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32",
     torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1",
@@ -37,31 +51,38 @@ def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) ->
     source = ASTSource(kernel, {n: signature[n] for n in kernel.arg_names}, meta, attrs)
     if kernel.__name__ not in seen:  # as if there were a GPU: that is where Triton sets it
         kernel.device_caches, kernel.compile = {0: None}, triton.compile
-    elsewhere.asking(kernel, 0)
+    compile_pool.asking(kernel, 0)
     kernel.compile(source, target=TARGET, options=make_backend(TARGET).parse_options(options).__dict__)
     seen.add(kernel.__name__)
 
 
+def layer(kind: Any, lanes: int, trained: bool, dtype: torch.dtype, mode: Norm, **shape: Any) -> Any:
+    """A layer that holds lanes itself."""
+    new = kind(64, **shape).to(dtype)
+    for name, p in list(new.named_parameters()) + list(new.named_buffers()):
+        path, _, last = name.rpartition(".")
+        owner, held = new.get_submodule(path), p.detach().expand(lanes, *p.shape).contiguous()
+        if isinstance(p, torch.nn.Parameter):
+            setattr(owner, last, torch.nn.Parameter(held, requires_grad=trained))
+        else:
+            setattr(owner, last, held.to(p.dtype if last == "key" else torch.float32))
+    for module in new.modules():
+        if hasattr(module, "context"):
+            module.context = Context(TRITON, mode)
+    return new
+
+
 def everything(dtype: torch.dtype, lanes: int, batch: int) -> None:
-    def affine(n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.ones(lanes, n, dtype=dtype, requires_grad=trained), torch.zeros(lanes, n, dtype=dtype)
-
-    def statistics(how: str) -> kernels.Statistics:
-        return kernels.Statistics(torch.zeros(lanes, 64), torch.ones(lanes, 64), how, 0.1, 1e-5)
-
-    keys = torch.arange(lanes)
-    for how in ("train", "running"):
-        trained = how == "train"
-        with torch.set_grad_enabled(how == "train"):
-            wide = torch.randn(lanes * batch, 64, 16, 16).to(dtype)
-            x = kernels.norm_and_pool(wide, affine(64), statistics(how))
-            kept = Stem.of(wide[:batch], torch.nn.MaxPool2d(3, 2, 1)).by(lanes)
-            x = x + kernels.stem_norm(kept, affine(64), statistics(how))
-            matrix = torch.zeros(lanes, 64, 64, 1, 1, dtype=dtype, requires_grad=trained)
-            drop = kernels.Drop(keys, 3, 0.1) if how == "train" else None
-            x = kernels.lane_adapter(x, affine(64), statistics(how), matrix, drop)
-            x = kernels.lane_norm(x, affine(64), statistics(how), add=x, relu=True)
-        if how == "train":
+    for mode in ("train", "running"):
+        trained = mode == "train"
+        given = lanes, trained, dtype, mode
+        with torch.set_grad_enabled(trained):
+            maps, pool = torch.randn(lanes * batch, 64, 16, 16).to(dtype), torch.nn.MaxPool2d(3, 2, 1)
+            norm = layer(LaneBatchNorm, *given)
+            x = norm.and_pool(maps, pool) + norm.and_pool(Stem.of(maps[:batch], pool).by(lanes), pool)
+            x = layer(ResidualAdapter, *given, dropout=0.1 if trained else 0.0, name="a")(x)
+            x = norm(x, x, relu=True)
+        if trained:
             x.sum().backward()
 
 
@@ -72,34 +93,34 @@ def counted(source: Any, *args: Any, make_ir: Any = ASTSource.make_ir) -> Any:
 
 def main() -> None:
     ASTSource.make_ir = counted
-    elsewhere.start((9, 0))
-    for module in (adapter, conv, flat, images, loss, norm, stem, tiles):
+    compile_pool.start((9, 0))
+    for module in (adapter, columns, flat, images, loss, norm, stem, tiles):
         if hasattr(module, "launch"):
             module.launch = compile_only
     launch.launch = compile_only
     everything(torch.bfloat16, 2, 64)  # rows in parts
     everything(torch.float32, 2, 1)  # one program has all rows
-    p, some = torch.zeros(2, 64), torch.ones(2, 1)
-    moves = torch.ones(2, dtype=torch.bool)
-    kernels.length(p, some, None)
-    kernels.length(p.bfloat16(), some, (p, some, p[0]))
-    kernels.sgd_step(p, p, some, None, moves)
-    kernels.sgd_step(p, p.bfloat16(), some, (p, some, p[0]), moves)
-    kernels.adam_step(p, p, p, p, some.double(), p, (0.9, 0.999), 1e-8)
+    p, some, moves = torch.zeros(2, 64), torch.ones(2, 1), torch.ones(2, dtype=torch.bool)
+    for g, pull in ((p, None), (p.bfloat16(), Pulled([p], some, p[0]))):
+        for change in TRITON.sgd([p], [g], some, pull, 0.0, []):
+            change.write(moves)
+    for change in TRITON.adam([p], [p], [p], [p], some.double(), AdamPlan(p, (0.9, 0.999), 1e-8)):
+        change.write(moves)
     whole, row = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
-    kernels.cross_entropy(p, whole)
-    kernels.divergence(p, p, 2.0)
-    weight = torch.zeros(2, 64, 64, 3, 3, dtype=torch.bfloat16, requires_grad=True)
+    TRITON.settle(whole, whole, moves, p[:, 0], p[:, 0], p)
+    TRITON.cross_entropy(p, whole)
+    TRITON.divergence(p, p, 2.0)
+    shape = {"out_channels": 64, "kernel_size": 3, "padding": 1, "bias": False}
+    trained = layer(LaneConv2d, 2, True, torch.bfloat16, "train", **shape)
     maps = torch.zeros(4, 64, 8, 8, dtype=torch.bfloat16, requires_grad=True)
-    kernels.lane_conv(maps, weight, 1, (1, 1)).sum().backward()
-    kernels.chunk(whole[:1], whole[:1], whole[:1], p)
-    kernels.picked(row[None], whole, whole, whole, whole, whole)
-    pool, values = torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.ones(3, 1, 1)
-    kernels.views(pool, row, whole, 7, 3, 1, values, values, torch.bfloat16)
-    kernels.blocks(torch.zeros(2, 3, 8, 8, dtype=torch.bfloat16))
-    kernels.keep(p, p, kernels.settle(whole, whole, moves, p[:, 0], p[:, 0], p))
-    elsewhere.remember()
-    assert elsewhere._stamp((9, 0)).exists()
+    TRITON.conv(maps, trained, "columns").sum().backward()
+    TRITON.chunk(whole[:1], whole[:1], whole[:1], p)
+    TRITON.client_batch(row[None], whole, whole, whole, whole, whole)
+    raw, values = torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.ones(3, 1, 1).bfloat16()
+    TRITON.views(raw, row, whole, None, (7, 3, 1), (values, values))
+    TRITON.blocks(torch.zeros(2, 3, 8, 8, dtype=torch.bfloat16))
+    compile_pool.remember()
+    assert compile_pool._stamp((9, 0)).exists()
     print(len(here), *sorted(seen))
 
 

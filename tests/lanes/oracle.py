@@ -7,7 +7,7 @@ optimiser is a hand-written loop. `tests/lanes` compares the folded engine with 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,20 +31,22 @@ class AdaptedConv(nn.Conv2d):
     """A convolution and its adapter, with the parameter names the lane model uses."""
 
     def __init__(self, conv: nn.Conv2d) -> None:
-        super().__init__(conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, bias=False)
-        self.weight = conv.weight
+        shape = conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation
+        super().__init__(*shape, conv.groups, conv.bias is not None, conv.padding_mode)
+        self.weight, self.bias = conv.weight, conv.bias
         self.adapter = PlainAdapter(conv.out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.adapter(super().forward(x))
 
 
-def with_adapters(net: nn.Module) -> nn.Module:
-    """A copy of `net` with an adapter behind conv1 and conv2 of every block, and nowhere else."""
+def with_adapters(net: nn.Module, names: Sequence[str] = ()) -> nn.Module:
+    """A copy of `net` with an adapter behind these convolutions; by default conv1 and conv2 of every block."""
     net = copy.deepcopy(net)
-    for name, block in net.named_modules():
-        if name.count(".") == 1 and name.startswith("layer"):
-            block.conv1, block.conv2 = AdaptedConv(block.conv1), AdaptedConv(block.conv2)
+    blocks = [n for n, _ in net.named_modules() if n.count(".") == 1 and n.startswith("layer")]
+    for name in names or [f"{b}.{conv}" for b in blocks for conv in ("conv1", "conv2")]:
+        parent, _, last = name.rpartition(".")
+        setattr(net.get_submodule(parent), last, AdaptedConv(net.get_submodule(name)))
     return net
 
 

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perada.lanes import Batch, LaneModel, State, adapt, fold, gather, key_of
+from perada import adapt
+from perada.adapters import Residual
+from perada.lanes import Batch, LaneModel, State, fold, gather, key_of
 from perada.models.resnet import ResNet, resnet
 
 K, B = 4, 5
@@ -67,7 +69,7 @@ def problem(
     dtype: torch.dtype = torch.float64,
 ) -> Problem:
     base, pixels = (resnet("resnet8", classes=4), 8) if net == "resnet8" else (tiny(), 16)
-    model = adapt(base, adapter=adapter, trained=trained, dropout=dropout)
+    model = adapt(base, adapter=Residual(dropout) if adapter else None, trained=trained)
     model = model.to("cpu", dtype)
     draw = torch.Generator().manual_seed(2)
     shape = (K, max(LENGTHS), B)

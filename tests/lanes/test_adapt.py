@@ -10,7 +10,10 @@ import torch
 from helpers import assert_close_norm, assert_same_tensors
 from torch import Tensor, nn
 
-from perada.lanes import Batch, Group, LaneModel, Options, adapt, fold, gather, sgd
+from perada import adapt
+from perada.adapters import Residual
+from perada.errors import InputError
+from perada.lanes import Batch, Group, LaneModel, Options, fold, gather, sgd
 from perada.models.resnet import resnet
 
 from . import oracle
@@ -80,11 +83,14 @@ def test_the_module_itself_is_not_changed() -> None:
     assert all(m.training for m in net.modules())
 
 
-def test_the_default_rule_adapts_the_3x3_convolutions_of_blocks() -> None:
-    added = {n.partition(".adapter.")[0] for n in adapt(foreign()).initial().params if ".adapter." in n}
-    assert added == {"blocks.0.conv", "blocks.2.conv"}
-    only = {n.partition(".adapter.")[0] for n in adapt(foreign(), where=r"^stem").initial().params if ".adapter." in n}
-    assert only == {"stem"}
+def adapted(model: LaneModel) -> set[str]:
+    """The convolutions that got an adapter."""
+    return {n.partition(".adapter.")[0] for n in model.initial().params if ".adapter." in n}
+
+
+def test_the_default_rule_adapts_the_convolutions_of_blocks() -> None:
+    assert adapted(adapt(foreign())) == {"blocks.0.conv", "blocks.2.conv"}
+    assert adapted(adapt(foreign(), adapter=Residual(where=r"^stem"))) == {"stem"}
 
 
 def test_the_adapter_group() -> None:
@@ -164,7 +170,7 @@ def test_the_modules_own_dropout_is_each_lanes() -> None:
 def test_other_dropouts_are_not_silently_off() -> None:
     # The module runs in eval mode: a dropout that adapt() does not know would never drop anything.
     net = nn.Sequential(foreign().stem, nn.Dropout2d(0.5), nn.Flatten(), nn.Linear(4 * 36, 2).double())
-    with contextlib.suppress(ValueError):  # refusing it would be as good
+    with contextlib.suppress(InputError):  # refusing it would be as good
         model = adapt(net, adapter=None, trained="output")
         x, start = images(B), model.initial()
         assert not torch.equal(model(start, x, dropout=torch.tensor([1])), model(start, x))
@@ -202,23 +208,24 @@ class WithAttention(nn.Module):
 
 
 def test_a_trained_layer_without_a_lane_aware_form_is_named() -> None:
-    with pytest.raises(ValueError, match=r"norm: a trained GroupNorm"):
-        adapt(WithNorm(nn.GroupNorm(2, 4)), adapter=None, trained="full")
-    with pytest.raises(ValueError, match=r"attention: a trained MultiheadAttention"):
+    with pytest.raises(InputError, match=r"norm: a trained PReLU"):
+        adapt(WithNorm(nn.PReLU()), adapter=None, trained="full")
+    with pytest.raises(InputError, match=r"attention: a trained MultiheadAttention"):
         adapt(WithAttention(), adapter=None, trained="full")
     # Frozen it treats samples one by one, and needs no change.
-    model = adapt(WithNorm(nn.GroupNorm(2, 4)), adapter=None, trained="output")
+    model = adapt(WithNorm(nn.PReLU()), adapter=None, trained="output")
     assert model(model.initial(2), images(4).float()).shape == (2, 2, 2)
 
 
 def test_a_batch_norm_without_a_lane_aware_form_is_named() -> None:
     for norm in (nn.BatchNorm2d(4, track_running_stats=False), nn.BatchNorm2d(4, affine=False)):
-        with pytest.raises(ValueError, match="norm"):
-            adapt(WithNorm(norm), where="conv")
+        with pytest.raises(InputError, match="norm"):
+            adapt(WithNorm(norm), adapter=Residual(where="conv"))
 
 
-def test_a_trained_layer_norm_takes_lanes() -> None:
-    model = adapt(WithNorm(nn.LayerNorm((6, 6))), adapter=None, trained="full")
+@pytest.mark.parametrize("norm", [nn.LayerNorm((6, 6)), nn.GroupNorm(2, 4)], ids=str)
+def test_a_trained_norm_of_samples_takes_lanes(norm: nn.Module) -> None:
+    model = adapt(WithNorm(norm), adapter=None, trained="full")
     state, x = noisy(model.initial(2)), images(4).float()
     together = model(state, x)
     for k in range(2):
@@ -227,7 +234,7 @@ def test_a_trained_layer_norm_takes_lanes() -> None:
 
 def test_only_what_a_following_norm_cancels_is_inert() -> None:
     # Without a batch norm behind it an adapter's norm bias has a gradient like any other: it must be trained.
-    model = adapt(WithNorm(nn.GroupNorm(2, 4)), where="conv", trained="everything_but_the_norm", groups=but_the_norm)
+    model = adapt(WithNorm(nn.GroupNorm(2, 4)), trained="everything_but_the_norm", groups=but_the_norm)
     model.to("cpu", torch.float64)
     leaves = {n: t.requires_grad_() for n, t in model.initial().params.items()}
     state = type(model.initial())(leaves, model.initial().buffers)
@@ -256,20 +263,20 @@ def test_half_a_layer_can_be_trained() -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"trained": "haed"}, "unknown parameter group 'haed'; this model has .*adapter"),
+        ({"trained": "haed"}, "no parameter group 'haed'; it has .*adapter"),
         ({"trained": ["head.weight", "tail.weight"]}, "no such parameters: tail.weight"),
-        ({"adapter": "lora"}, "unknown adapter 'lora'"),
-        ({"where": "nowhere"}, "no convolution takes an adapter"),
-        ({"dropout": 1.0}, "dropout must be in"),
+        ({"adapter": "lora"}, "unknown adapter 'lora': known: none, residual"),
+        ({"adapter": 3}, "int is not an adapter"),
+        ({"adapter": Residual(where="nowhere")}, "no convolution of this network takes an adapter"),
     ],
 )
 def test_impossible_wishes(how: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InputError, match=message):
         adapt(foreign(), **how)
 
 
 def test_a_module_without_a_linear_layer_needs_a_head() -> None:
-    with pytest.raises(ValueError, match="name one with head="):
+    with pytest.raises(InputError, match="name the prediction layer"):
         adapt(nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3))))
     model = adapt(foreign(), head="middle")
     assert model.group("output").params == {"middle.weight", "middle.bias"}
@@ -277,7 +284,7 @@ def test_a_module_without_a_linear_layer_needs_a_head() -> None:
 
 
 def test_an_unknown_group_of_a_model() -> None:
-    with pytest.raises(KeyError, match="no parameter group 'tail'"):
+    with pytest.raises(InputError, match="no parameter group 'tail'"):
         lane_model().group("tail")
 
 

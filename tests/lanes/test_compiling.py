@@ -15,8 +15,8 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("Triton is a Linux package", allow_module_level=True)
 
-from perada.lanes import kernels
-from perada.lanes.kernels import elsewhere
+from perada.lanes.ops import triton
+from perada.lanes.ops.triton import compile_pool
 
 
 def test_the_compiler_takes_them(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_the_compiler_takes_them(tmp_path: Path) -> None:
         [sys.executable, script], env={**unset, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    files = Path(kernels.__file__).parent.glob("*.py")
+    files = Path(triton.__file__).parent.glob("*.py")
     started = {name for f in files for name in re.findall(r"launch\(\s*(_\w+)", f.read_text())}
     compiled_here, *names = done.stdout.split()
     assert set(names) == started
@@ -38,18 +38,18 @@ def test_where_no_process_is_left_nobody_waits(monkeypatch: pytest.MonkeyPatch) 
     """They end when they are not asked for a while; one that is asked for what it cannot read goes on."""
     gone = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     gone.wait()
-    monkeypatch.setattr(elsewhere, "_started", [gone] * 3)
-    monkeypatch.setattr(elsewhere, "_idle", queue.Queue())
-    elsewhere._idle.put(gone)
+    monkeypatch.setattr(compile_pool, "_started", [gone] * 3)
+    monkeypatch.setattr(compile_pool, "_idle", queue.Queue())
+    compile_pool._idle.put(gone)
     began = time.monotonic()
     for _ in range(3):
-        elsewhere.ask(None, None, {})
+        compile_pool.ask(None, None, {})
     assert time.monotonic() - began < 1
     for pipe in (gone.stdin, gone.stdout):
         assert pipe is not None
         pipe.close()
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as one:
-        monkeypatch.setattr(elsewhere, "_started", [one])
-        elsewhere._idle.put(one)
-        elsewhere.ask(None, None, {})  # no source
-        assert elsewhere._idle.get_nowait() is one
+        monkeypatch.setattr(compile_pool, "_started", [one])
+        compile_pool._idle.put(one)
+        compile_pool.ask(None, None, {})  # no source
+        assert compile_pool._idle.get_nowait() is one

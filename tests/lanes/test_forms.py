@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from helpers import assert_close_norm
 from torch import nn
 
-from perada.lanes.conv import dense_conv2d, stem_conv2d, strided_conv1x1
+from perada.lanes.ops.forms import Forms, blocks, dense_conv2d, stem_weight, strided_conv1x1
+
+
+def stem_conv2d(x: torch.Tensor, layer: nn.Conv2d, forms: Forms) -> torch.Tensor:
+    return nn.functional.conv2d(blocks(x), stem_weight(layer, forms))
 
 
 def both(layer: nn.Conv2d, x: torch.Tensor, form: object) -> None:
     layer = layer.double().requires_grad_(False)
     found = []
-    for how in (layer, lambda t: form(t, layer)):  # type: ignore[operator]
+    for how in (layer, lambda t: form(t, layer, Forms())):  # type: ignore[operator]
         leaf = x.clone().requires_grad_()
         y = how(leaf)
         weights = torch.arange(y.numel(), dtype=y.dtype).reshape(y.shape).cos()
@@ -39,11 +45,15 @@ def test_a_product_of_the_pixels_that_count(stride: int) -> None:
 
 
 def test_a_form_follows_its_weights() -> None:
-    layer = nn.Conv2d(2, 2, 3, 1, 1, bias=False).requires_grad_(False)
+    layer, forms = nn.Conv2d(2, 2, 3, 1, 1, bias=False).requires_grad_(False), Forms()
     x = torch.randn(1, 2, 2, 2)
-    before = dense_conv2d(x, layer)
-    assert len(layer.__dict__["rearranged"]) == 1
-    dense_conv2d(torch.randn(1, 2, 1, 1), layer)
-    assert torch.equal(dense_conv2d(x, layer), before), "the other size has its own"
+    before = dense_conv2d(x, layer, forms)
+    with patch.object(nn.functional, "conv2d", None):
+        assert torch.equal(dense_conv2d(x, layer, forms), before), "the matrix was made once"
+    dense_conv2d(torch.randn(1, 2, 1, 1), layer, forms)
+    assert torch.equal(dense_conv2d(x, layer, forms), before), "the other size has its own"
     layer.weight.mul_(2)
-    assert_close_norm(dense_conv2d(x, layer), 2 * before, 1e-6)
+    assert_close_norm(dense_conv2d(x, layer, forms), 2 * before, 1e-6)
+    assert len(forms._made) == 1
+    del layer
+    assert len(forms._made) == 0, "a layer that is gone keeps nothing"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +19,10 @@ from perada.lanes import (
     LaneLayerNorm,
     LaneLinear,
     ResidualAdapter,
-    conv,
     fold,
     key_of,
 )
-from perada.lanes.conv import choose, lane_conv1x1, lane_conv2d
+from perada.lanes.conv import choose, lane_conv1x1, lane_conv2d, uses_columns
 from perada.lanes.random import keep_mask
 
 from .oracle import PlainAdapter
@@ -149,14 +148,15 @@ def test_conv_with_a_frozen_weight() -> None:
     assert_lanes(LaneConv2d.of(plain), plain, draw(K * B, 3, 5, 5), lanes_of(plain, ["bias"]))
 
 
-def test_conv_of_another_kind_is_refused() -> None:
-    for layer in (
-        nn.Conv2d(4, 4, 3, groups=2),
-        nn.Conv2d(4, 4, 3, padding="same"),
-        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
-    ):
-        with pytest.raises(ValueError, match="groups=1 and numeric zero padding"):
-            LaneConv2d.of(layer)
+@pytest.mark.parametrize("own", [["weight", "bias"], ["weight"], ["bias"]], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{"groups": 2}, {"groups": 4}, {"padding": "same"}, {"padding": 1, "padding_mode": "circular"}],
+    ids=str,
+)
+def test_conv_with_groups_or_uncommon_padding(how: dict[str, Any], own: list[str]) -> None:
+    plain = nn.Conv2d(4, 8, 3, **how, dtype=torch.float64)
+    assert_lanes(LaneConv2d.of(plain), plain, draw(K * B, 4, 5, 5), lanes_of(plain, own))
 
 
 def test_the_table_names_a_kernel_for_any_size() -> None:
@@ -169,19 +169,14 @@ def test_the_table_names_a_kernel_for_any_size() -> None:
     ("images", "size", "kernel", "stride", "wanted"),
     [(64, 32, 7, 2, "columns"), (64, 34, 7, 2, "grouped"), (8192, 8, 3, 1, "columns"), (1 << 18, 8, 3, 1, "grouped")],
 )
-def test_columns_are_taken_where_they_fit(
-    images: int, size: int, kernel: int, stride: int, wanted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_are_taken_where_they_fit(images: int, size: int, kernel: int, stride: int, wanted: str) -> None:
     """By the pixels of the output, of which a stem has a quarter, and by bytes; nothing is computed."""
-    taken = []
-    kernels = SimpleNamespace(lane_conv=lambda x, *rest: taken.append("columns") or x)
-    monkeypatch.setattr(conv, "fast_kernels", lambda device: kernels)
     channels = 3 if kernel == 7 else 64
     x = torch.empty(images, channels, size, size, dtype=torch.bfloat16, device="meta")
-    weight = torch.empty(2, 64, channels, kernel, kernel, dtype=torch.bfloat16, device="meta")
-    form = choose("cuda", channels, 64, (size // stride) ** 2)
-    lane_conv2d(x, weight, (stride, stride), (kernel // 2, kernel // 2), kernel=form)
-    assert (taken or ["grouped"]) == [wanted]
+    layer = LaneConv2d(channels, 64, kernel, stride, kernel // 2, device="meta")
+    layer.weight = nn.Parameter(torch.empty(2, 64, channels, kernel, kernel, dtype=torch.bfloat16, device="meta"))
+    taken = uses_columns(x, layer, choose("cuda", channels, 64, (size // stride) ** 2))
+    assert ("columns" if taken else "grouped") == wanted
 
 
 def statistics(channels: int) -> dict[str, Tensor]:
@@ -201,7 +196,7 @@ def test_batch_norm(mode: str, trained: list[str], space: tuple[int, ...]) -> No
     nn.init.normal_(plain.weight, generator=torch.Generator().manual_seed(5))
     nn.init.normal_(plain.bias, generator=torch.Generator().manual_seed(6))
     folded = LaneBatchNorm.of(plain)
-    folded.mode = mode
+    folded.context.norm = mode
     x = 2.0 + 3.0 * draw(K * B, 4, *space)
     assert_lanes(folded, plain, x, lanes_of(plain, trained), statistics(4))
 
@@ -209,7 +204,7 @@ def test_batch_norm(mode: str, trained: list[str], space: tuple[int, ...]) -> No
 def test_batch_norm_with_the_batchs_statistics_alone() -> None:
     plain = nn.BatchNorm2d(4, dtype=torch.float64).train()
     folded = LaneBatchNorm.of(plain)
-    folded.mode = "batch"
+    folded.context.norm = "batch"
     params, held = lanes_of(plain, ["weight", "bias"]), statistics(4)
     before = {n: b.clone() for n, b in held.items()}
 
@@ -303,7 +298,7 @@ def test_dropout_rate_is_checked(p: float) -> None:
 def test_residual_adapter(mode: str, memory: torch.memory_format) -> None:
     plain = PlainAdapter(4).double().train(mode == "train")
     folded = ResidualAdapter(4, 0.0, "a").double()
-    folded.norm.mode = mode
+    folded.norm.context.norm = mode
     params = lanes_of(plain, ["norm.weight", "norm.bias", "conv.weight"])
     buffers = {f"norm.{n}": b for n, b in statistics(4).items()}
     assert_lanes(folded, plain, draw(K * B, 4, 5, 6).to(memory_format=memory), params, buffers)

@@ -13,7 +13,7 @@ from small import everything, small
 from perada.config import build
 from perada.data.public import Chunks
 from perada.experiment import Experiment
-from perada.lanes import Batch, Pull, Result, conv, fast, fold, key_of, mean, replay, sgd
+from perada.lanes import Batch, Pull, Result, conv, fold, key_of, mean, ops, replay, sgd
 from perada.lanes.state import State, flattened
 
 from .problems import K, Problem, cross_entropy, problem
@@ -41,9 +41,9 @@ def test_a_loop_in_standing_tensors_gives_the_same(method: str, monkeypatch: pyt
     wanted = trained(method)
     monkeypatch.setattr(replay, "DEVICES", ("cuda", "cpu"))
     found = trained(method)
-    loops = list(found.model.__dict__["replays"].values())
+    loops = list(found.model.replays.values())
     assert 1 <= len(loops) <= 4, "the rounds share them"
-    assert len(wanted.model.__dict__.get("replays", {})) == 0
+    assert len(wanted.model.replays) == 0
     assert_same_tensors(everything(found), everything(wanted))
     assert found.now.last == wanted.now.last
 
@@ -57,11 +57,11 @@ KERNELS = {
 
 
 def large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes its time for every block; test_kernels.py has them as they are."""
-    from perada.lanes.kernels import conv, flat
+    """The interpreter takes its time for every block; test_triton.py has them as they are."""
+    from perada.lanes.ops.triton import columns, flat
 
     monkeypatch.setattr(flat, "_BLOCK", 1 << 17)
-    monkeypatch.setattr(conv, "_BLOCK", 1 << 13)
+    monkeypatch.setattr(columns, "_BLOCK", 1 << 13)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is a Linux package")
@@ -84,10 +84,10 @@ def test_the_whole_fast_path_in_triton_s_interpreter(method: str, monkeypatch: p
 
     wanted = everything(one_round())
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
-    monkeypatch.setattr(fast, "DEVICES", ("cpu",))
+    monkeypatch.setattr(ops, "DEVICES", ("cpu",))
     monkeypatch.setattr(conv, "choose", lambda *shape: "columns")  # where all of a model is trained
     found = one_round()
-    assert found.model.__dict__["replays"]
+    assert found.model.replays
     for name, tensor in everything(found).items():
         assert_close_norm(tensor, wanted[name], 1e-9, what=name)
 
@@ -132,9 +132,10 @@ def test_lanes_that_fail_in_the_fast_path(pulled: bool, monkeypatch: pytest.Monk
 
     wanted = run()
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
-    monkeypatch.setattr(fast, "DEVICES", ("cpu",))
+    monkeypatch.setattr(ops, "DEVICES", ("cpu",))
+    given.model.to("cpu", torch.float32)
     found = run()
-    assert given.model.__dict__["replays"]
+    assert given.model.replays
     assert found.failed == wanted.failed == ((0, 1, 2, 3) if pulled else (0, 1))
     assert all(t.isfinite().all() for t in found.state.params.values())
     for name, tensor in found.state.params.items():
@@ -151,7 +152,7 @@ def test_lanes_in_fewer_slots_than_there_are_train_the_same(monkeypatch: pytest.
     wanted = run()
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
     found = run()
-    assert [len(r.run.finite) for r in given.model.__dict__["replays"].values()] == [4]
+    assert [len(r.run.finite) for r in given.model.replays.values()] == [4]
     assert given.model.lane_steps == [16, 0]
     for name, tensor in {**found.state.params, **found.state.buffers}.items():
         assert_close_norm(tensor, {**wanted.state.params, **wanted.state.buffers}[name], 1e-12, what=name)
@@ -173,7 +174,7 @@ def test_lanes_that_take_turns_train_as_if_alone(slots: int, monkeypatch: pytest
     )
     for _ in range(3):
         sim.round()
-    assert all(len(r.run.finite) == slots for r in sim.model.__dict__["replays"].values())
+    assert all(len(r.run.finite) == slots for r in sim.model.replays.values())
     other = everything(wanted)
     for name, tensor in everything(sim).items():
         assert_close_norm(tensor, other[name], 1e-9, what=name)
@@ -207,7 +208,7 @@ def test_streamed_batches_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
     sim = build(small(method__name="fedavg", data__resident="no"))
     sim.round()
-    assert not sim.model.__dict__.get("replays")
+    assert not sim.model.replays
 
 
 def test_public_images_kept_behind_the_first_layer_distil_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +229,7 @@ def test_public_images_kept_behind_the_first_layer_distil_the_same(monkeypatch: 
     wanted = distilled(stems=False)
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
     found = distilled(stems=True)
-    assert len(found.model.__dict__["replays"]) == 2
+    assert len(found.model.replays) == 2
     for name, tensor in everything(found).items():
         assert_close_norm(tensor, everything(wanted)[name], 1e-9, what=name)
 
@@ -260,14 +261,14 @@ def test_only_the_last_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(replay, "KEPT", 2)
     sim = build(small(method__name="fedrep", run__precision="fp64", train__cohort=3))
     sim.round()
-    first = list(sim.model.__dict__["replays"].values())
+    first = list(sim.model.replays.values())
     assert len(first) == 2
     sim.round()
-    assert list(sim.model.__dict__["replays"].values()) == first, "the same two, in the same order of use"
+    assert list(sim.model.replays.values()) == first, "the same two, in the same order of use"
     sim.lanes = 2
     sim.round()
-    assert len(sim.model.__dict__["replays"]) == 2
-    assert not set(map(id, sim.model.__dict__["replays"].values())) & set(map(id, first))
+    assert len(sim.model.replays) == 2
+    assert not set(map(id, sim.model.replays.values())) & set(map(id, first))
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -282,16 +283,16 @@ def test_pull_and_weight_decay_of_a_recorded_distillation(kernels: bool, monkeyp
         sim = build(small(method__name="perada", run__precision="fp64", **settings, **more))
         for _ in range(2):
             sim.round()
-        assert bool(sim.model.__dict__.get("replays")) == ("cpu" in replay.DEVICES)
+        assert bool(sim.model.replays) == ("cpu" in replay.DEVICES)
         return everything(sim)
 
     wanted, without = distilled(**held), distilled()
     assert any(float((wanted[n] - t).norm()) > 1e-4 * float(t.norm()) for n, t in without.items()), "they do something"
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
     if kernels:
-        pytest.importorskip("perada.lanes.kernels.flat", reason="Triton is a Linux package")
+        pytest.importorskip("perada.lanes.ops.triton.flat", reason="Triton is a Linux package")
         large_blocks(monkeypatch)
-        monkeypatch.setattr(fast, "DEVICES", ("cpu",))
+        monkeypatch.setattr(ops, "DEVICES", ("cpu",))
     for name, tensor in distilled(**held).items():
         assert_close_norm(tensor, wanted[name], 1e-9, what=name)
 
@@ -310,6 +311,6 @@ def test_recorded_distillation_goes_on_through_the_chunks_from_round_to_round(mo
     wanted = everything(run())
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
     found = run()
-    assert found.model.__dict__["replays"]
+    assert found.model.replays
     for name, tensor in everything(found).items():
         assert_close_norm(tensor, wanted[name], 1e-9, what=name)

@@ -121,6 +121,7 @@ class World:
     distill_steps: int = 3
     distill_lr: float = 1e-3
     temperature: float = 1.0
+    inert: Rule = lambda name: name.endswith(".adapter.norm.bias")  # a batch norm behind the adapter takes it off again
 
     def start(self) -> Values:
         return values_of(self.net)
@@ -160,7 +161,7 @@ class World:
         The bias of an adapter's norm adds a constant that the next norm takes off again: nothing moves it.
         """
         module = loaded(self.net, start, still=rest(part))
-        params = {n: p for n, p in module.named_parameters() if part(n) and not n.endswith(".adapter.norm.bias")}
+        params = {n: p for n, p in module.named_parameters() if part(n) and not self.inert(n)}
         speed = {n: torch.zeros_like(p) for n, p in params.items()}
         for batch in data:
             grads = self.gradient(module, batch, list(params))
@@ -184,7 +185,7 @@ class World:
             nets = [loaded(self.net, t, still=of_all) for t in teachers]
             targets = [sum(net(x) for net in nets) / len(nets) for x in self.public]
         module, t = loaded(self.net, average), self.temperature
-        params = {n: p for n, p in module.named_parameters() if part(n) and not n.endswith(".adapter.norm.bias")}
+        params = {n: p for n, p in module.named_parameters() if part(n) and not self.inert(n)}
         first = {n: torch.zeros_like(p) for n, p in params.items()}
         second = {n: torch.zeros_like(p) for n, p in params.items()}
         for step in range(self.distill_steps):

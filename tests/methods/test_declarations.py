@@ -20,6 +20,7 @@ from torch import Tensor
 
 import perada
 import perada.methods
+from perada import adapt
 from perada.cli import main as cli
 from perada.client.scores import logits_on
 from perada.client.trainer import Train, Trainer
@@ -30,7 +31,6 @@ from perada.experiment import Experiment
 from perada.lanes import State, gather
 from perada.methods import REGISTRY, method_sizes
 from perada.methods.fedavg_ft import FedAvgFT
-from perada.models import lane_model
 from perada.models.resnet import ResNet, resnet
 
 from .tiny import simulation
@@ -97,7 +97,7 @@ def test_an_upload_of_a_real_resnet18_has_the_declared_size(name: str) -> None:
     names = tuple("abcdefghij")
     federation = Federation("noise", images, torch.tensor([3, 7]), names, (client,), (0.5,), (0.25,))
     method = REGISTRY[name]()
-    model = lane_model(resnet18(), method.parts.trains, "residual" if method.parts.adapters else None, 0.3, 0)
+    model = adapt(resnet18(), adapter="residual" if method.parts.adapters else None, trained=method.parts.trains)
     _, broadcast, kept = method.init(model)
     trainer = Trainer(model, federation, [0], 0, 0, Train(epochs=1, batch=2, lr=0.01))
     upload, _ = method.client_update(trainer, broadcast, kept)

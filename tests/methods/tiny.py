@@ -12,10 +12,11 @@ from lanes import oracle
 from small import small
 from torch import Tensor
 
+from perada import adapt
+from perada.adapters import Residual
 from perada.data import Client, Federation
 from perada.experiment import Experiment
 from perada.lanes import State
-from perada.models import lane_model
 from perada.models.resnet import ResNet
 
 from .reference import Held, Values, World
@@ -97,7 +98,7 @@ def simulation(method: str, settings: dict[str, Any] | None = None, **set: Any) 
     given = {f"method__{k}": v for k, v in (settings or {}).items()}
     config = small(method__name=method, **{**RUN, **given, **set})
     made = config.make_method()
-    model = lane_model(network(), made.parts.trains, "residual" if made.parts.adapters else None, 0.0, seed=0)
+    model = adapt(network(), adapter=Residual(0.0) if made.parts.adapters else None, trained=made.parts.trains)
     model = model.to("cpu", torch.float64)
     return Experiment(config, federation(), model, made, public() if made.parts.distils else [])
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from helpers import assert_same_tensors
 
+from perada import adapt
 from perada.errors import InputError
-from perada.models import BACKBONES, build_backbone, count_groups, lane_model
+from perada.models import BACKBONES, build_backbone, count_groups
 from perada.models.resnet import resnet
 
 
@@ -17,6 +18,10 @@ from perada.models.resnet import resnet
         ("resnet18", 10, 11_181_642, 1_413_258),
         ("resnet18", 65, 11_209_857, 1_441_473),
         ("resnet34", 65, 21_318_017, 2_578_625),
+        # torchvision's 25,557,032; in 16 adapters 3·64² + 4·128² + 6·256² + 3·512² = 1,257,472 and 2·3776 = 7,552,
+        # in norms 2·(64 + 3·(2·64 + 256) + 4·(2·128 + 512) + 6·(2·256 + 1024) + 3·(2·512 + 2048)) = 45,440,
+        # in fc 2,049,000
+        ("resnet50", 1000, 25_557_032, 3_359_464),
     ],
 )
 def test_the_counts_of_the_paper(name: str, classes: int, full: int, adapter: int) -> None:
@@ -45,7 +50,7 @@ def test_the_groups_of_resnet18() -> None:
 
 
 def test_what_partial_methods_send() -> None:
-    model = lane_model(resnet("resnet18", 10), "everything", "residual", dropout=0.3, seed=0)
+    model = adapt(resnet("resnet18", 10), trained="everything")
     size = {n: p.numel() for n, p in model.module.named_parameters()}
 
     def count(held: frozenset[str]) -> int:
@@ -57,16 +62,16 @@ def test_what_partial_methods_send() -> None:
 
 
 def test_what_is_trained_with_the_adapters() -> None:
-    trained = set(lane_model(resnet("resnet18", 10), "adapter", "residual", 0.3, 0).initial().params)
+    trained = set(adapt(resnet("resnet18", 10)).initial().params)
     assert {"bn1.weight", "layer1.0.bn2.bias", "layer4.1.conv2.adapter.conv.weight", "fc.bias"} <= trained
     frozen = {"conv1.weight", "layer2.0.downsample.0.weight", "layer2.0.downsample.1.weight", "layer1.0.conv1.weight"}
     assert not trained & frozen
-    held = lane_model(resnet("resnet18", 10), "adapter", "residual", 0.3, 0).initial().buffers
+    held = adapt(resnet("resnet18", 10)).initial().buffers
     assert "layer2.0.downsample.1.running_mean" in held, "downsample statistics are a lane's own all the same"
 
 
 def test_the_input_group_is_the_first_convolution_of_every_block() -> None:
-    held = lane_model(resnet("resnet18", 10), "input", None, 0.0, 0).initial()
+    held = adapt(resnet("resnet18", 10), adapter=None, trained="input").initial()
     blocks = [f"layer{i}.{j}." for i in range(1, 5) for j in range(2)]
     names = {f"{b}{n}" for b in ["", *blocks] for n in ("conv1.weight", "bn1.weight", "bn1.bias")}
     assert set(held.params) == names
@@ -95,7 +100,38 @@ def test_names_are_torchvisions() -> None:
     assert len(resnet("resnet34", 1000).state_dict()) == 218
 
 
-@pytest.mark.parametrize(("name", "pixels"), [("resnet8", 8), ("resnet8", 32), ("resnet18", 32), ("resnet34", 64)])
+def test_resnet50_has_torchvisions_names() -> None:
+    net = resnet("resnet50", 1000)
+    held = net.state_dict()
+    assert len(held) == 320  # 6 + 16 blocks of three convolutions and norms, 18 each, + 4 downsamples of 6 + 2
+    shapes = {
+        "layer1.0.conv1.weight": (64, 64, 1, 1),
+        "layer1.0.conv2.weight": (64, 64, 3, 3),
+        "layer1.0.conv3.weight": (256, 64, 1, 1),
+        "layer1.0.downsample.0.weight": (256, 64, 1, 1),
+        "layer1.1.conv1.weight": (64, 256, 1, 1),
+        "layer3.5.bn3.running_var": (1024,),
+        "layer4.0.downsample.1.bias": (2048,),
+        "fc.weight": (1000, 2048),
+    }
+    assert {n: tuple(held[n].shape) for n in shapes} == shapes
+    strides = [net.get_submodule(f"layer2.0.conv{i}").stride for i in (1, 2, 3)]
+    assert strides == [(1, 1), (2, 2), (1, 1)], "the 3×3 has the stride, as in torchvision"
+
+
+def test_a_bottleneck_computes_what_its_paper_says() -> None:
+    block = resnet("resnet50", 4, seed=1).eval().layer2[0]
+    x = torch.randn(2, 256, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        y = block.bn1(block.conv1(x)).relu()
+        y = block.bn2(block.conv2(y)).relu()
+        y = (block.bn3(block.conv3(y)) + block.downsample(x)).relu()
+        assert torch.equal(block(x), y)
+
+
+@pytest.mark.parametrize(
+    ("name", "pixels"), [("resnet8", 8), ("resnet8", 32), ("resnet18", 32), ("resnet34", 64), ("resnet50", 32)]
+)
 def test_shapes_and_finite_logits(name: str, pixels: int) -> None:
     with torch.no_grad():
         logits = resnet(name, 7).eval()(torch.randn(2, 3, pixels, pixels))
@@ -115,7 +151,7 @@ def test_a_network_is_a_function_of_its_seed() -> None:
 
 
 def test_backbones_by_name() -> None:
-    assert {"resnet8", "resnet18", "resnet34"} <= set(BACKBONES)
+    assert {"resnet8", "resnet18", "resnet34", "resnet50"} <= set(BACKBONES)
     net, report = build_backbone("resnet8", 4, "random", seed=1)
     assert report is None
     assert_same_tensors(net.state_dict(), resnet("resnet8", 4, 1).state_dict())

@@ -1,43 +1,86 @@
-"""Temporary."""
+"""Adapters: small trained parts that are inserted into a frozen network. One file per kind."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from ..lanes import LaneModel
-from ..lanes import adapt as _adapt
+from ..errors import InputError
+from ..lanes import Group, LaneModel, convert, default_groups, last_linear
+from ..plugins import called, check, find
+from .residual import Residual
+
+__all__ = ["KINDS", "Adapter", "Residual", "adapt", "adapter_of", "known", "name_of"]
+
+KINDS: Mapping[str, Callable[..., Any]] = {"residual": Residual, "none": lambda: None}
+GROUP = "perada.adapters"  # of entry points
+
+Groups = Callable[[nn.Module], Mapping[str, Group]]
 
 
-@dataclass(frozen=True)
-class Residual:
-    dropout: float = 0.3
-    std: float = 1e-4
-    where: str | None = None
+@runtime_checkable
+class Adapter(Protocol):
+    """A kind of adapter with its settings. What it adds lies below submodules named `adapter`.
+
+    A file of weights holds the added tensors under the names that they have in the network.
+    """
+
+    def places(self, module: nn.Module) -> list[str]:
+        """Returns the names of the layers that get an adapter."""
+
+    def insert(self, module: nn.Module, seed: int) -> frozenset[str]:
+        """Inserts adapters into `module`. Returns the parameters that cannot change what the network computes."""
+
+    def merge(self, module: nn.Module) -> nn.Module:
+        """Returns a copy without adapters that computes the same in eval mode."""
+
+
+def known(name: str) -> None:
+    """Refuses a name that cannot be an adapter. Imports nothing."""
+    check("adapter", GROUP, name, KINDS)
+
+
+def adapter_of(adapter: Adapter | str | None) -> Adapter | None:
+    """Returns the adapter that a name stands for: residual, none, an entry point or `package.module:callable`."""
+    if isinstance(adapter, str):
+        adapter = called("adapter", adapter, find("adapter", GROUP, adapter, KINDS))
+    if adapter is not None and not isinstance(adapter, Adapter):
+        raise InputError(f"{type(adapter).__name__} is not an adapter: it needs places, insert and merge")
+    return adapter
+
+
+def name_of(adapter: Adapter | None) -> str:
+    """Returns the name that stands for an adapter with its default settings."""
+    if adapter is None:
+        return "none"
+    kind = type(adapter)
+    name = "residual" if kind is Residual else f"{kind.__module__}:{kind.__qualname__}"
+    if kind is not Residual and adapter_of(name) != adapter:
+        raise InputError(f"a run folder cannot hold the settings of {adapter}: use those that {name}() has")
+    return name
 
 
 def adapt(
     module: nn.Module,
     *,
-    adapter: Any = "residual",
-    trained: Any = "adapter",
+    adapter: Adapter | str | None = "residual",
+    trained: str | Iterable[str] = "adapter",
     head: str | None = None,
-    groups: Any = None,
+    groups: Groups | None = None,
     seed: int = 0,
 ) -> LaneModel:
-    if adapter == "residual":
-        adapter = Residual()
-    if adapter is None:
-        return _adapt(module, adapter=None, trained=trained, head=head, groups=groups, seed=seed)
-    return _adapt(
-        module,
-        dropout=adapter.dropout,
-        std=adapter.std,
-        where=adapter.where,
-        trained=trained,
-        head=head,
-        groups=groups,
-        seed=seed,
-    )
+    """Freezes a copy of `module`, inserts adapters and makes what is trained lane-aware. Returns its lanes.
+
+    adapter: what to insert: an object such as `Residual(dropout=0.1)`, a name, or None for nothing.
+    trained: a parameter group ("adapter", "full", "output", ...) or the names of parameters.
+    head: the name of the prediction layer. None takes the last linear layer.
+    groups: computes the parameter groups. None takes `lanes.default_groups`.
+    seed: of the adapters' first weights.
+    """
+    module = copy.deepcopy(module)
+    kind, head = adapter_of(adapter), head or last_linear(module)
+    inert = kind.insert(module, seed) if kind else frozenset()
+    return convert(module, trained, groups(module) if groups else default_groups(module, head), inert)

@@ -16,11 +16,10 @@ import typer.core
 from .. import __version__
 from ..config import in_keys, parse_grid, parse_setting, presets, resolve
 from ..config.build import about_data
-from ..data.commands import app as data_app
 from ..errors import InputError, RunError
 from ..machine import device_of, keep_memory
 from ..methods import REGISTRY, method_sizes
-from ..models import BACKBONES, count_groups
+from ..models import BACKBONES, count_groups, network_of
 from ..report import standings, write_partition, write_report
 from ..report.tensorboard import write_events
 from ..runs.names import chosen_source
@@ -30,6 +29,7 @@ from ..sweep.compare import compare
 from ..sweep.tune import tune
 from . import tables
 from .console import INTERRUPTED, SAID, AsJson, out, print_json, say, tell
+from .data import app as data_app
 from .watch import watched
 
 typer.core.HAS_RICH = False  # help is plain, but typer 0.20, which flwr asks for, would write "\[required]" in it
@@ -47,6 +47,7 @@ Source = Annotated[
     ),
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
+BACKBONE_HELP = f"{', '.join(BACKBONES)}, torchvision:NAME, timm:NAME or package.module:callable"
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="section.key=value, repeatable")]
 Methods = Annotated[str | None, typer.Option(metavar="A,B,C | all", help="default all")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
@@ -294,7 +295,7 @@ def partition(
 
 @app.command()
 def params(
-    backbone: Annotated[str, typer.Argument(metavar="BACKBONE", help=", ".join(BACKBONES))],
+    backbone: Annotated[str, typer.Argument(metavar="BACKBONE", help=BACKBONE_HELP)],
     classes: Annotated[int, typer.Option(min=1, help="outputs of the head")] = 10,
     as_json: AsJson = False,
 ) -> None:
@@ -309,13 +310,23 @@ def params(
 
 
 @app.command()
-def methods(as_json: AsJson = False) -> None:
-    """The methods, with parameters a client trains and sends (ResNet-18, 10 classes)."""
-    found = {name: method_sizes(name) for name in REGISTRY}
+def methods(
+    backbone: Annotated[str, typer.Option(metavar="BACKBONE", help=BACKBONE_HELP)] = "resnet18",
+    classes: Annotated[int, typer.Option(min=1, help="outputs of the head")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """List the methods, with the parameters that a client trains and sends per round."""
+    network_of(backbone, classes)  # an unknown backbone is an error; a method that does not fit it is left out
+    found = {}
+    for name in REGISTRY:
+        try:
+            found[name] = method_sizes(name, backbone, classes)
+        except InputError as error:
+            say(f"{name} cannot train {backbone}: {error}")
     if as_json:
         print_json([{"name": name, **sizes} for name, sizes in found.items()])
         return
-    out.print(tables.methods(found))
+    out.print(tables.methods(found, backbone, classes))
 
 
 @app.command("presets")

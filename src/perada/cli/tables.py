@@ -161,8 +161,9 @@ def groups(backbone: str, classes: int, found: Mapping[str, Mapping[str, int]]) 
     return table
 
 
-def methods(found: Mapping[str, Mapping[str, int]]) -> Table:
-    table = house_table("parameters per client and round (ResNet-18, 10 classes)", "method", "trained", "sent")
+def methods(found: Mapping[str, Mapping[str, int]], backbone: str, classes: int) -> Table:
+    title = f"parameters per client and round ({backbone}, {classes} classes)"
+    table = house_table(title, "method", "trained", "sent")
     for name, size in found.items():
         table.add_row(name, f"{size['trained']:,}", f"{size['communicated']:,}")
     return table

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..data.federation import Federation, Indices
-from ..data.images import Pixels
+from ..data.federation import Federation
+from ..data.source import Indices, Pixels
 from ..lanes import LaneModel, State
 
 CHUNK = {"cpu": 4096, "cuda": 32768}  # images × lanes in one forward pass; fewer where images are larger than 32×32

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..data.batches import ClientBatches, steps_of
 from ..data.federation import Federation
-from ..lanes import Batches, Group, LaneModel, Options, Pull, Result, State, Update, fast_kernels, loop, sgd
+from ..lanes import Batches, Group, LaneModel, Options, Pull, Result, State, Update, loop, ops_for, sgd
 from .scores import logits_on
 
 TOGETHER = ("cuda",)  # where a pass costs the same for the validation images of one client and of many
@@ -50,10 +50,7 @@ def sample_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Per-sample loss `[..., B]`: cross-entropy for class indices, mean binary cross-entropy for label vectors."""
     if targets.is_floating_point():
         return F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").mean(-1)
-    kernels = fast_kernels(logits.device)
-    if kernels is not None:
-        return kernels.cross_entropy(logits, targets)  # type: ignore[no-any-return]
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
+    return ops_for(logits.device).cross_entropy(logits, targets)
 
 
 @dataclass

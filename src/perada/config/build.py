@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
+from ..adapters import Residual
+from ..adapters import name_of as adapter_name
 from ..client.cohort import Cohort
 from ..data import GIVEN, VALIDATION, Federation, build_federation, public_images
 from ..errors import InputError
 from ..experiment import Experiment, Say, check_fit
-from ..lanes import fast_kernels, key_of
+from ..lanes import key_of, ops_for
 from ..machine import device_of
 from ..methods import name_of
-from ..models import build_backbone, load_into
+from ..models import Backbone, load_into
+from ..models import backbone as named_backbone
 from .keys import Config, ModelOptions
 
 
@@ -49,12 +52,13 @@ def build(
     if distils:
         _refuse_own(config)
     images = _public(config, federation) if distils else None
-    made = net if net is not None else _network(config, federation, backbone, say, pretrain)
+    made = _network(config, federation, backbone, say, pretrain) if net is None else Backbone(net, config.model.head)
     experiment = Experiment(
-        made,
+        made.net,
         federation,
         method,
         adapter=config.model.strategy(),
+        head=made.head,
         public=images,
         train=config.train,
         distill=config.distill,
@@ -67,7 +71,7 @@ def build(
         lines = (*about_data(federation), *about_settings(config), experiment.fit_lanes(), federation.about_images())
         for line in lines:
             say(line)
-    if device.type == "cuda" and fast_kernels(device) is None:
+    if device.type == "cuda" and not ops_for(device).fast:
         say("warning: Triton is missing, so there are no kernels for lanes: the same results, slower")
     return experiment
 
@@ -93,30 +97,31 @@ def _public(config: Config, federation: Federation) -> Tensor | None:
 
 def _network(
     config: Config, federation: Federation, saved: Path | None, say: Say, pretrain: Callable[[Experiment], None]
-) -> nn.Module:
+) -> Backbone:
     """Returns the network with its weights, and says what the weights gave."""
     source = str(saved) if saved else config.model.weights
     if config.model.backbone == GIVEN:
         raise InputError("the network was given from Python: give it again, as model=")
     if source == "fedavg":
         return _pretrained(config, federation, say, pretrain)
-    net, report = build_backbone(config.model.backbone, len(federation.classes), source, config.run.seed)
+    made = named_backbone(config.model.backbone, len(federation.classes), config.run.seed, config.model.head)
+    report = made.load(source)
     for line in report.lines() if report and not saved else []:
         say(line)
-    return net
+    return made
 
 
-def _pretrained(config: Config, federation: Federation, say: Say, pretrain: Callable[[Experiment], None]) -> nn.Module:
+def _pretrained(config: Config, federation: Federation, say: Say, pretrain: Callable[[Experiment], None]) -> Backbone:
     """FedAvg from scratch on the clients' own data, with random streams of its own."""
     start = pretraining(config)
     say(f"pretraining {config.model.backbone} with {start.train.rounds} rounds of FedAvg on the clients' data")
     experiment = build(start, federation=federation)
     pretrain(experiment)
-    net, _ = build_backbone(config.model.backbone, len(federation.classes), "random", config.run.seed)
+    made = named_backbone(config.model.backbone, len(federation.classes), config.run.seed, config.model.head)
     broadcast = experiment.now.broadcast
     tensors = {n: t[0].cpu().float() for part in (broadcast.params, broadcast.buffers) for n, t in part.items()}
-    load_into(net, tensors, "fedavg")
-    return net
+    load_into(made.net, tensors, "fedavg", made.head)
+    return made
 
 
 def pretraining(config: Config) -> Config:
@@ -140,10 +145,9 @@ def describe(experiment: Experiment) -> Config:
     if experiment.config is not None:
         return experiment.config  # type: ignore[no-any-return]
     adapter, method = experiment.adapter, experiment.method
-    fields = {f.name: getattr(adapter, f.name) for f in dataclasses.fields(adapter)} if adapter is not None else {}
-    known = {f.name for f in dataclasses.fields(ModelOptions)}
-    names = {"dropout": "dropout", "std": "adapter_std"}
-    options = {names.get(k, k): v for k, v in fields.items() if names.get(k, k) in known}
+    options: dict[str, Any] = {"head": experiment.head or "", "adapter": adapter_name(adapter)}
+    if isinstance(adapter, Residual):
+        options |= {"dropout": adapter.dropout, "adapter_std": adapter.std, "where": adapter.where or ""}
     return Config(
         data=experiment.federation.options,
         model=ModelOptions(backbone=GIVEN, weights=GIVEN, **options),

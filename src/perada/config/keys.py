@@ -18,13 +18,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..adapters import Residual
+from ..adapters import Adapter, Residual, adapter_of
+from ..adapters import known as known_adapter
 from ..client.trainer import Train
-from ..data import GIVEN, PUBLIC, DataOptions
+from ..data import GIVEN, DataOptions, is_public_name
 from ..errors import InputError, unknown
 from ..experiment import RunOptions
 from ..methods import REGISTRY, Method, check_name, hyperparameters, make_method
-from ..models import BACKBONES, WEIGHTS
+from ..models import WEIGHTS, known
 from ..server.distill import Distill
 
 
@@ -33,16 +34,19 @@ class ModelOptions:
     """The `[model]` section."""
 
     backbone: str = "resnet18"
-    weights: str = "random"  # a .safetensors or .pth file, embedded, torchvision, fedavg or random
-    adapter: Literal["residual"] = "residual"
+    weights: str = "random"  # a .safetensors or .pth file, embedded, torchvision, timm, fedavg or random
+    head: str = ""  # name of the prediction layer; empty: the backbone's own, by default its last linear layer
+    adapter: str = "residual"  # residual, none, package.module:callable or an entry point
+    where: str = ""  # regular expression for the layers with residual adapters; empty: the rule of adapters.Residual
     dropout: float = 0.3
     adapter_std: float = 1e-4  # standard deviation of a new adapter's weights
     pretrain_rounds: int = 20  # of FedAvg, where weights = "fedavg",
     pretrain_lr: float = 0.01  # with this learning rate, whatever the method's own is
 
     def __post_init__(self) -> None:
-        if self.backbone not in (*BACKBONES, GIVEN):
-            raise unknown("backbone", self.backbone, BACKBONES)
+        if self.backbone != GIVEN:
+            known(self.backbone)
+        known_adapter(self.adapter)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
         if not self.adapter_std >= 0:
@@ -52,9 +56,11 @@ class ModelOptions:
         if self.pretrain_rounds < 1:
             raise ValueError(f"pretrain_rounds must be at least 1, not {self.pretrain_rounds}")
 
-    def strategy(self) -> Residual:
+    def strategy(self) -> Adapter | None:
         """Returns the adapter that these options describe."""
-        return Residual(dropout=self.dropout, std=self.adapter_std)
+        if self.adapter != "residual":
+            return adapter_of(self.adapter)
+        return Residual(self.dropout, self.adapter_std, self.where or None)
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,7 @@ SECTIONS: dict[str, Any] = {
 CLASSES = {
     **{kind.__name__: name for name, kind in SECTIONS.items()},
     "FederationOptions": "federation",
+    "Residual": "model",
     "Rounds": "rounds",
     "SiteSettings": "site",
 }
@@ -288,7 +295,8 @@ def _build(tables: dict[str, Any]) -> Config:
     made = {s: _section(s, kind, tables.get(s, {})) for s, kind in SECTIONS.items()}
     made["data"] = replace(made["data"], root=_absolute(made["data"].root, ("",)))
     made["model"] = replace(made["model"], weights=_absolute(made["model"].weights, WEIGHTS))
-    made["distill"] = replace(made["distill"], data=_absolute(made["distill"].data, PUBLIC))
+    public = made["distill"].data
+    made["distill"] = replace(made["distill"], data=public if is_public_name(public) else _absolute(public, ()))
     settings = {k: v for k, v in method.items() if k != "name"}
     # A preset's setting for its own method means nothing to another one: keep what any method knows.
     for key in settings:

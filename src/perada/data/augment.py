@@ -1,6 +1,6 @@
 """Random views of training images, for all lanes at once, on the device.
 
-The draws are a hash of (the lane's key of this step, the sample's place in its batch): a client's personal and
+The draws are a hash of (the lane's key of this step, the sample's place in its batch). So a client's personal and
 local lanes see the same views, whatever the cohort, the grouping of lanes or the machine.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..lanes import fold, uniform
 
-SALT = 0x61756731  # keeps these draws apart from dropout's, which hang on the same keys
+SALT = 0x61756731  # keeps these draws apart from those of dropout, which use the same keys
 _AREA, _RATIO = (0.25, 1.0), (3 / 4, 4 / 3)
 
 Augment = Callable[[Tensor, Tensor], Tensor]
@@ -23,12 +23,12 @@ Augment = Callable[[Tensor, Tensor], Tensor]
 
 
 def _draws(images: Tensor, keys: Tensor, each: int) -> Tensor:
-    """Uniform draws `[k·B, each]`."""
+    """Returns uniform draws `[k·B, each]`."""
     return uniform(fold(keys, SALT), len(images) // len(keys) * each).view(len(images), each)
 
 
 def _flip(images: Tensor, draw: Tensor) -> Tensor:
-    """Mirrored left to right with probability one half; draw `[n]`."""
+    """Mirrors left to right with probability one half; draw `[n]`."""
     return torch.where((draw < 0.5).view(-1, 1, 1, 1), images.flip(-1), images)
 
 
@@ -37,12 +37,12 @@ def flip(images: Tensor, keys: Tensor) -> Tensor:
 
 
 def padding(images: Tensor) -> int:
-    """How far `crop` shifts at most."""
+    """Returns how far `crop` shifts at most."""
     return max(1, round(min(images.shape[-2:]) / 8))
 
 
 def crop(images: Tensor, keys: Tensor) -> Tensor:
-    """Flip, and shift by up to an eighth of the side (4 of 32 pixels), zeros where nothing was."""
+    """Flips, and shifts by up to an eighth of the side (4 of 32 pixels); the rest is zero."""
     height, width = images.shape[-2:]
     pad = padding(images)
     draw = _draws(images, keys, 3)
@@ -55,7 +55,7 @@ def crop(images: Tensor, keys: Tensor) -> Tensor:
 
 
 def resized_crop(images: Tensor, keys: Tensor) -> Tensor:
-    """Flip, and a random rectangle (a quarter to all of the area, sides 3:4 to 4:3) scaled back to full size."""
+    """Flips, and scales a random rectangle (a quarter to all of the area, sides 3:4 to 4:3) to full size."""
     draw = _draws(images, keys, 5)
     area = _AREA[0] + (_AREA[1] - _AREA[0]) * draw[:, 1]
     ratio = torch.exp(math.log(_RATIO[0]) + (math.log(_RATIO[1]) - math.log(_RATIO[0])) * draw[:, 2])
@@ -65,11 +65,11 @@ def resized_crop(images: Tensor, keys: Tensor) -> Tensor:
     zero = torch.zeros_like(wide)
     theta = torch.stack([mirrored, zero, right, zero, high, down], 1).view(-1, 2, 3)
     grid = F.affine_grid(theta, list(images.shape), align_corners=False)
-    found = F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
-    return found.round().clamp(0, 255).to(torch.uint8)
+    scaled = F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
+    return scaled.round().clamp(0, 255).to(torch.uint8)
 
 
 AUGMENT: dict[str, Augment | None] = {"none": None, "flip": flip, "crop": crop, "resized-crop": resized_crop}
 
 DRAWS: dict[Augment | None, int] = {None: 0, flip: 1, crop: 3}
-"""How many draws a sample has, where a GPU kernel makes the same views (`lanes/kernels/images.py`)."""
+"""Draws per sample, of the augmentations that a GPU kernel knows (`Ops.views`)."""

@@ -13,17 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..lanes import Batch, fast_kernels, fold, key_of, rng_of
-from .federation import Federation, Indices
+from ..lanes import Batch, key_of, ops_for, rng_of
+from .federation import Federation
+from .source import Indices
 
 
 def steps_of(samples: int, batch: int, epochs: int) -> int:
-    """`epochs · max(1, ceil(n/B))`."""
+    """Returns `epochs · max(1, ceil(n/B))`."""
     return epochs * max(1, math.ceil(samples / batch))
 
 
 def sample_stream(train: Indices, length: int, *key: int | str) -> Indices:
-    """`length` samples: one permutation of `train` after another, each with its own generator."""
+    """Returns `length` samples: one permutation of `train` after another, each with its own generator."""
     rounds = math.ceil(length / len(train))
     stream = [rng_of(*key, "permutation", i).permutation(train) for i in range(rounds)]
     return np.concatenate(stream)[:length]
@@ -32,8 +33,8 @@ def sample_stream(train: Indices, length: int, *key: int | str) -> Indices:
 class ClientBatches:
     """Lane k trains on the data of client `lane_clients[k]`: (step, lanes) -> `Batch`.
 
-    What a client sees depends on (seed, round, its name, step) alone: not on the method, on the lane's
-    purpose, or on who trains beside it. Its number would not do: alone on its own machine it is number 0.
+    What a client sees depends on (seed, round, its name, step) alone: not on the method, the lane's purpose, or the
+    other clients. Its number would not do, because alone on its own machine it is number 0.
     """
 
     def __init__(
@@ -63,23 +64,17 @@ class ClientBatches:
         self.keys = torch.tensor(keys, dtype=torch.int64, device=device)
 
     def __call__(self, step: int | Tensor, lanes: Tensor) -> Batch:
-        """The lanes' batch at a step, or each at its own."""
-        kernels = fast_kernels(self.federation.device)
-        if kernels is not None and isinstance(step, Tensor) and not self.federation.multilabel:
-            samples, targets, keys = kernels.picked(
-                self.index, self.row, self.keys, self.federation.targets, lanes, step
-            )
-        else:
-            samples, keys = self.index[self.row[lanes], step], fold(self.keys[lanes], step)  # [k, B], [k]
-            targets = self.federation.targets[samples]
+        """Returns the lanes' batch at one step, or each lane's at its own."""
+        ops, every = ops_for(self.index.device), self.federation.targets
+        samples, targets, keys = ops.client_batch(self.index, self.row, self.keys, every, lanes, step)
         fetched = self._fetched(step, lanes) if self.federation.stream and isinstance(step, int) else None
         return Batch(self.federation.views(samples, keys, self.dtype, fetched), targets, None, keys)
 
-    # What a recorded step needs (lanes/replay.py): the same tensors, written over.
+    # What a recorded step needs (lanes/replay.py): the same tensors, overwritten.
 
     @property
     def capacity(self) -> int:
-        """Rounded up, so that a round of other clients finds the recordings of this one."""
+        """The number of steps, rounded up so that a round of other clients can use the recordings of this one."""
         return 1 << max(10, (self.index.shape[1] - 1).bit_length())
 
     def shape(self) -> Hashable:
@@ -102,10 +97,8 @@ class ClientBatches:
     # What lanes of several trainings need (lanes/pool.py).
 
     def merge_key(self) -> Hashable:
-        held = self.federation
-        return (
-            None if held.stream else (id(held.images), id(held.targets), held.augment, self.index.shape[2], self.dtype)
-        )
+        f = self.federation
+        return None if f.stream else (id(f.images), id(f.targets), f.augment, self.index.shape[2], self.dtype)
 
     def merged(self, others: Sequence[ClientBatches]) -> ClientBatches:
         every = [self, *others]
@@ -117,10 +110,10 @@ class ClientBatches:
         return whole
 
     def _fetched(self, step: int, lanes: Tensor) -> Tensor:
-        """This step's images, which were asked for a step ago, and a start on the next step's."""
+        """Returns the images of this step, which were requested one step ago, and requests those of the next."""
         rows = self.row[lanes].tolist()
         at, asked, pending = self.ahead or (-1, [], None)
-        if pending is not None and at == step and asked[: len(rows)] == rows:  # lanes that are done drop off the end
+        if pending is not None and at == step and asked[: len(rows)] == rows:  # finished lanes leave from the end
             images = pending.result()[: len(rows) * self.host.shape[2]]
         else:
             images = self._read(step, rows)
@@ -133,4 +126,4 @@ class ClientBatches:
         return images.pin_memory() if self.federation.device.type == "cuda" else images
 
 
-_READER = ThreadPoolExecutor(1, "perada-images")  # starts no thread before it is asked
+_READER = ThreadPoolExecutor(1, "perada-images")  # starts its thread with the first request

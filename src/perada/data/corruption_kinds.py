@@ -1,7 +1,7 @@
 """The nineteen corruptions, each a function of (pixels `[b, C, H, W]` float32 in 0..1, parameters, streams).
 
-The parameters are the benchmark's for 32 px, `s` is `scale_of`: how many pixels one of theirs is here. Results may
-leave 0..1; `corruptions.corrupt` clips and rounds them. An image sees its own pixels and its own stream alone.
+The parameters are the benchmark's for 32 px; `s` is `scale_of`, how many pixels here are one of theirs. Results may
+leave 0..1; `corruptions.corrupt` clips and rounds them. A result depends on the image's own pixels and stream alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .corruption_textures import (
     grey_of,
     plasma,
     pooled,
+    ratio,
     resample,
     scale_of,
     smear,
@@ -42,20 +43,18 @@ def _normal(x: Pixels, streams: Streams) -> Pixels:
     return draws(streams, lambda s: s.standard_normal(x.shape[1:], np.float32))
 
 
-# Noise: in grey levels, so the image's size plays no part.
+# Noise: in grey levels, so the size of the image does not matter.
 
 
 def gaussian_noise(x: Pixels, level: Level, streams: Streams) -> Pixels:
     """level: standard deviation."""
-    out: Pixels = x + _normal(x, streams) * np.float32(level[0])
-    return out
+    return x + _normal(x, streams) * np.float32(level[0])
 
 
 def shot_noise(x: Pixels, level: Level, streams: Streams) -> Pixels:
     """level: photons that make white."""
     counts = [stream.poisson(image * np.float64(level[0])) for image, stream in zip(x, streams, strict=True)]
-    out: Pixels = np.stack(counts).astype(np.float32) / np.float32(level[0])
-    return out
+    return np.stack(counts).astype(np.float32) / np.float32(level[0])
 
 
 def impulse_noise(x: Pixels, level: Level, streams: Streams) -> Pixels:
@@ -67,8 +66,7 @@ def impulse_noise(x: Pixels, level: Level, streams: Streams) -> Pixels:
 
 def speckle_noise(x: Pixels, level: Level, streams: Streams) -> Pixels:
     """level: standard deviation, of white; in proportion to the pixel."""
-    out: Pixels = x + x * _normal(x, streams) * np.float32(level[0])
-    return out
+    return x + x * _normal(x, streams) * np.float32(level[0])
 
 
 # Blur: widths in pixels, times s.
@@ -82,7 +80,7 @@ def gaussian_blur(x: Pixels, level: Level, streams: Streams) -> Pixels:
 def defocus_blur(x: Pixels, level: Level, streams: Streams) -> Pixels:
     """level: the aperture's radius, the softness of its edge.
 
-    The aperture is drawn in the pixels of a 32×32 image and enlarged s times. As a finer circle, severity 4 (wider,
+    The aperture is drawn in the pixels of a 32×32 image and enlarged s times. With a finer circle, severity 4 (wider,
     with a harder edge) would blur less than 3.
     """
     s = scale_of(x)
@@ -91,9 +89,10 @@ def defocus_blur(x: Pixels, level: Level, streams: Streams) -> Pixels:
 
 
 def glass_blur(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: sigma of the blur before and behind, reach d, rounds.
+    """level: sigma of the blur before and after, reach d, rounds.
 
-    In a round every pixel shows one from -d to d - 1 rows and columns away (one-sided for d = 1, as in the benchmark).
+    In a round, every pixel takes the value of one from -d to d - 1 rows and columns away (one-sided for d = 1, as in
+    the benchmark).
     """
     sigma, reach, rounds = level[0] * scale_of(x), max(1, round(level[1] * scale_of(x))), int(level[2])
     b, c, h, w = x.shape
@@ -109,16 +108,16 @@ def glass_blur(x: Pixels, level: Level, streams: Streams) -> Pixels:
 def motion_blur(x: Pixels, level: Level, streams: Streams) -> Pixels:
     """level: radius, sigma. The direction is within 45° of the horizontal.
 
-    radius is read as the length of the whole bell less one pixel, from cut to cut; a motion leaves one half of it, so
-    the smear ends radius / 2 pixels (3, 3, 3, 4, 4.5) from where it starts. Read as the half's own length, the cut
-    would be where a sigma of 2 has ended anyway, and severities 3 and 4, which differ in it alone, would coincide.
+    radius is taken as the length of the whole bell, from cut to cut, less one pixel. A motion leaves one half of it, so
+    the smear ends radius / 2 pixels (3, 3, 3, 4, 4.5) from where it starts. Taken as the length of that half, the cut
+    would come where a sigma of 2 has ended anyway. Severities 3 and 4, which differ in it alone, would coincide.
     """
     s = scale_of(x)
     return smear(x, level[0] / 2 * s, level[1] * s, draws(streams, lambda r: r.uniform(-45, 45)))
 
 
 def zoom_blur(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: the largest zoom and the step to it from 1; the mean over all of them and the image once more."""
+    """level: the largest zoom and the step from 1 to it. The mean of all zooms and once more the image."""
     h, w = x.shape[-2:]
     y, z = (np.arange(n, dtype=np.float32) - np.float32((n - 1) / 2) for n in (h, w))
     steps = round((level[0] - 1) / level[1])
@@ -126,17 +125,16 @@ def zoom_blur(x: Pixels, level: Level, streams: Streams) -> Pixels:
     for step in range(1, steps + 1):
         zoom = np.float32(1 + step * level[1])
         total += resample(x, y / zoom + np.float32((h - 1) / 2), z / zoom + np.float32((w - 1) / 2))
-    out: Pixels = total / np.float32(steps + 2)
-    return out
+    return total / np.float32(steps + 2)
 
 
 # Weather.
 
 
 def snow(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: mean and deviation of the flakes' layer, their size, threshold, fall (radius, sigma), what stays.
+    """level: mean and deviation of the layer of flakes, their size, threshold, fall (radius, sigma), what stays.
 
-    The layer falls within 45° of the vertical, up to 2·radius pixels, and is laid over the whitened image twice, once
+    The layer falls within 45° of the vertical, up to 2·radius pixels. It is laid over the whitened image twice, once
     upside down.
     """
     mean, deviation, size, threshold, radius, sigma, stays = level
@@ -147,7 +145,7 @@ def snow(x: Pixels, level: Level, streams: Streams) -> Pixels:
     places = (np.arange(n, dtype=np.float32) / np.float32(size * s) for n in (h, w))
     flakes = resample(grid + np.float32(mean), *places)
     flakes = np.where(flakes < threshold, np.float32(0), flakes.clip(0, 1))
-    # What leaves at the bottom comes in at the top: it snows outside the image, too.
+    # What leaves at the bottom comes in at the top: it also snows outside the image.
     flakes = smear(flakes, 2 * radius * s, sigma * s, fall, "wrap")
     white = np.maximum(x, grey_of(x) * np.float32(1.5) + np.float32(0.5))
     out: Pixels = np.float32(stays) * x + np.float32(1 - stays) * white + flakes + flakes[..., ::-1, ::-1]
@@ -158,8 +156,7 @@ def frost(x: Pixels, level: Level, streams: Streams) -> Pixels:
     """level: weights of the image and of the ice, which is our own texture (`frost_sheet`)."""
     h, w = x.shape[-2:]
     ice = frost_crops(streams, h, w, scale_of(x)) * tint(ICE, x.shape[1])
-    out: Pixels = np.float32(level[0]) * x + np.float32(level[1]) * ice
-    return out
+    return np.float32(level[0]) * x + np.float32(level[1]) * ice
 
 
 def fog(x: Pixels, level: Level, streams: Streams) -> Pixels:
@@ -178,9 +175,8 @@ def brightness(x: Pixels, level: Level, streams: Streams) -> Pixels:
     """level: added to the value (of hue, saturation and value), that is to the largest channel; hues stay."""
     value = x.max(1, keepdims=True)
     brighter = np.minimum(value + np.float32(level[0]), 1)
-    # Black has no hue to keep: it turns grey.
-    ratio = np.divide(brighter, value, out=np.zeros_like(value), where=value > 0)
-    out: Pixels = np.where(value > 0, x * ratio, brighter)
+    # Black has no hue to keep, so it turns grey.
+    out: Pixels = np.where(value > 0, x * ratio(brighter, value), brighter)
     return out
 
 
@@ -188,21 +184,20 @@ def spatter(x: Pixels, level: Level, streams: Streams) -> Pixels:
     """level: mean and deviation of the liquid, its smoothness, threshold, strength (mud: softness), 1 for mud."""
     mean, deviation, sigma, threshold, strength, mud = level
     s = scale_of(x)
-    # Smoothing over s times the pixels takes s times the deviation away: drawn s times as large, as much is wet.
+    # Smoothing over s times the pixels divides the deviation by s: noise drawn s times as large wets as much.
     noise = draws(streams, lambda r: r.standard_normal(x.shape[-2:], np.float32)) * np.float32(deviation * s)
     liquid = smooth(noise + np.float32(mean), sigma * s)
     wet = (liquid > threshold).astype(np.float32)
     if mud:
         cover = smooth(wet, strength * s)[:, None]
         cover[cover < 0.8] = 0
-        covered: Pixels = x * (1 - cover) + tint(MUD, x.shape[1]) * cover
-        return covered
-    # Drops are clear inside; lit from the upper left, their lower right rims shine. The square makes highlights of it,
-    # small and sharp: a broader shine would change images more than mud, which is the worse.
+        return x * (1 - cover) + tint(MUD, x.shape[1]) * cover
+    # Drops are clear inside; lit from the upper left, their lower right rims shine. The square makes the highlights
+    # small and sharp: a broader shine would change images more than mud, which should be worse.
     down, right = np.gradient(smooth(wet, s), axis=(1, 2))
     shine = wet * liquid * (-down - right).clip(0, None)
     peak = shine.max((1, 2), keepdims=True)
-    shine = np.divide(shine, peak, out=np.zeros_like(shine), where=peak > 0) ** 2 * np.float32(strength)
+    shine = ratio(shine, peak) ** 2 * np.float32(strength)
     out: Pixels = x + shine[:, None] * tint(WATER, x.shape[1])
     return out
 
@@ -220,19 +215,16 @@ def contrast(x: Pixels, level: Level, streams: Streams) -> Pixels:
 def saturate(x: Pixels, level: Level, streams: Streams) -> Pixels:
     """level: (factor, extra) of the saturation; hue and value stay. A grey pixel's hue is red, as is usual in HSV.
 
-    An image of one channel has no colour. What it has in its place is distance from its own mean, which is
-    multiplied by factor + extra.
+    An image of one channel has no colour. Instead, its distance from its own mean is multiplied by factor + extra.
     """
     factor, extra = level
     if x.shape[1] == 1:
         return contrast(x, (factor + extra,), streams)
     value, least = x.max(1, keepdims=True), x.min(1, keepdims=True)
     spread = value - least
-    old = np.divide(spread, value, out=np.zeros_like(value), where=value > 0)
+    old = ratio(spread, value)
     new = (old * np.float32(factor) + np.float32(extra)).clip(0, 1)
-    depth = np.divide(
-        value - x, spread, out=np.zeros_like(x), where=spread > 0
-    )  # 0 at the largest channel, 1 at the least
+    depth = ratio(value - x, spread)  # 0 at the largest channel, 1 at the least
     depth[:, 1:] = np.where(spread > 0, depth[:, 1:], np.float32(1))
     out: Pixels = value - value * new * depth
     return out
@@ -271,12 +263,11 @@ def _pictures(x: Pixels) -> list[Image.Image]:
 def _pixels(pictures: list[Image.Image]) -> Pixels:
     stack: NDArray[np.uint8] = np.stack([np.asarray(p) for p in pictures])
     planes = stack[:, None] if stack.ndim == 3 else stack.transpose(0, 3, 1, 2)
-    out: Pixels = planes.astype(np.float32) / np.float32(255)
-    return out
+    return planes.astype(np.float32) / np.float32(255)
 
 
 def pixelate(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: share of the side that is left of it in between; box filters both ways."""
+    """level: the smaller side, as a share of the side; box filters both ways."""
     h, w = x.shape[-2:]
     small = (max(1, int(w * level[0])), max(1, int(h * level[0])))
     box = Image.Resampling.BOX

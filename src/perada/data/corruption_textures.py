@@ -1,7 +1,7 @@
 """What the corruptions are made of: sampling, smearing, fog, frost. Pixels are float32 in 0..1, `[b, C, H, W]`.
 
-Everything here is elementwise or runs along the lines of one image, never a matrix product over the batch: a
-product may add in another order for another batch size, and an image's result must not depend on its neighbours.
+Everything here is elementwise or runs along the lines of one image, and never is a matrix product over the batch. A
+product may add in another order for another batch size, and no result may depend on the other images.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..lanes import rng_of
 
 Pixels = NDArray[np.float32]
-Streams = Sequence[np.random.Generator]  # one an image
+Streams = Sequence[np.random.Generator]  # one per image
 Taps = Sequence[tuple[int, int, float]]  # (rows down, columns right, weight)
 
 SHEETS = 5  # frost textures to crop from
@@ -25,17 +25,22 @@ LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # of red, green and blue in 
 
 
 def scale_of(x: Pixels) -> float:
-    """Pixels a pixel of a 32×32 image: the shorter side / 32, never below 1.
+    """Returns the pixels here per pixel of a 32×32 image: the shorter side / 32, never below 1.
 
-    Never below, because the 32 px benchmark's blurs are a pixel wide already: a quarter of that is no blur.
+    The benchmark's blurs are a pixel wide at 32 px; a quarter of that would not be a blur.
     """
     side: int = min(x.shape[-2:])
     return max(1.0, side / 32)
 
 
 def draws(streams: Streams, draw: Callable[[np.random.Generator], NDArray[np.generic] | np.float64 | float]) -> Pixels:
-    """One draw an image, each from the image's own stream, `[b, ...]`."""
+    """Returns one draw per image, each from the image's own stream, `[b, ...]`."""
     return np.stack([np.asarray(draw(stream), np.float32) for stream in streams])
+
+
+def ratio(a: Pixels, b: Pixels) -> Pixels:
+    """Returns a / b, and 0 where b is 0."""
+    return np.divide(a, b, out=np.zeros_like(a), where=b > 0)
 
 
 def grey_of(x: Pixels) -> Pixels:
@@ -43,12 +48,12 @@ def grey_of(x: Pixels) -> Pixels:
     if x.shape[1] == 1:
         return x
     red, green, blue = (x[:, c : c + 1] * LUMA[c] for c in range(3))
-    grey: Pixels = red + green + blue
-    return grey
+    out: Pixels = red + green + blue
+    return out
 
 
 def tint(rgb: Sequence[float], channels: int) -> Pixels:
-    """A colour as `[channels, 1, 1]`; for one channel its grey value."""
+    """Returns a colour as `[channels, 1, 1]`; for one channel its grey value."""
     colour = np.array(rgb, np.float32)
     if channels == 1:
         colour = np.array([float((colour * LUMA).sum())], np.float32)
@@ -56,7 +61,7 @@ def tint(rgb: Sequence[float], channels: int) -> Pixels:
 
 
 def smooth(x: Pixels, sigma: float) -> Pixels:
-    """A Gaussian blur of each plane `[..., H, W]`."""
+    """Returns each plane `[..., H, W]` with a Gaussian blur."""
     from scipy import ndimage  # here, not above: slow to import, and few commands corrupt anything
 
     out: Pixels = ndimage.gaussian_filter(x, (0,) * (x.ndim - 2) + (sigma, sigma), mode="nearest")
@@ -64,7 +69,7 @@ def smooth(x: Pixels, sigma: float) -> Pixels:
 
 
 def _neighbours(at: Pixels, length: int) -> tuple[NDArray[np.intp], NDArray[np.intp], Pixels]:
-    """The two samples around each coordinate (clamped to the image) and the weight of the second."""
+    """Returns the two samples around each coordinate (clamped to the image) and the weight of the second."""
     low = np.floor(at)
     share = (at - low).astype(np.float32)
     first = low.astype(np.intp)
@@ -72,7 +77,7 @@ def _neighbours(at: Pixels, length: int) -> tuple[NDArray[np.intp], NDArray[np.i
 
 
 def resample(x: Pixels, rows: Pixels, columns: Pixels) -> Pixels:
-    """Bilinear samples of the planes `[..., H, W]` on a grid: rows `[h]`, columns `[w]` -> `[..., h, w]`."""
+    """Returns bilinear samples of the planes `[..., H, W]` on a grid of rows `[h]` and columns `[w]`, `[..., h, w]`."""
     top, bottom, share = _neighbours(rows, x.shape[-2])
     upper = np.take(x, top, -2)
     lines = upper + (np.take(x, bottom, -2) - upper) * share[:, None]
@@ -83,7 +88,7 @@ def resample(x: Pixels, rows: Pixels, columns: Pixels) -> Pixels:
 
 
 def warp(x: Pixels, rows: Pixels, columns: Pixels) -> Pixels:
-    """Bilinear samples of each image at its own places: rows and columns `[b, H, W]`."""
+    """Returns bilinear samples of each image at its own places: rows and columns `[b, H, W]`."""
     b, c, h, w = x.shape
     top, bottom, down = _neighbours(rows, h)
     left, right, across = _neighbours(columns, w)
@@ -91,20 +96,19 @@ def warp(x: Pixels, rows: Pixels, columns: Pixels) -> Pixels:
     start = (np.arange(b) * h * w)[:, None, None]
 
     def at(y: NDArray[np.intp], z: NDArray[np.intp]) -> Pixels:
-        found: Pixels = np.take(planes, start + y * w + z, 1)
-        return found
+        taken: Pixels = np.take(planes, start + y * w + z, 1)
+        return taken
 
     upper, lower = at(top, left), at(bottom, left)
     upper += (at(top, right) - upper) * across
     lower += (at(bottom, right) - lower) * across
-    out: Pixels = (upper + (lower - upper) * down).transpose(1, 0, 2, 3)
-    return out
+    return (upper + (lower - upper) * down).transpose(1, 0, 2, 3)
 
 
 def convolve(x: Pixels, taps: Taps, beyond: Literal["edge", "wrap"] = "edge") -> Pixels:
-    """The weighted mean of shifted copies of `[..., H, W]`.
+    """Returns the weighted mean of shifted copies of `[..., H, W]`.
 
-    beyond: what is seen outside the image, its border's pixels (`edge`) or its other side (`wrap`).
+    beyond: what is outside the image: the pixels of its border (`edge`), or its other side (`wrap`).
     """
     h, w = x.shape[-2:]
     reach = max(max(abs(dy), abs(dx)) for dy, dx, _ in taps)
@@ -119,13 +123,13 @@ def convolve(x: Pixels, taps: Taps, beyond: Literal["edge", "wrap"] = "edge") ->
 
 
 def pooled(x: Pixels, size: int) -> Pixels:
-    """Each plane `[..., H, W]` seen in pixels `size` times as wide: a mean over size × size, twice, so a tent.
+    """Returns each plane `[..., H, W]` in pixels `size` times as wide: a mean over size × size, twice, so a tent.
 
-    Tents `size` apart add up to a constant: a kernel for small pixels, its taps moved that far apart, has no gaps.
+    Tents `size` apart add up to a constant, so a kernel for small pixels has no gaps with its taps that far apart.
     """
     from scipy import ndimage
 
-    for half in (0, -((size + 1) % 2)):  # where size is even, the second mean takes back the first one's half pixel
+    for half in (0, -((size + 1) % 2)):  # if size is even, the second mean undoes the first one's shift by half a pixel
         x = ndimage.uniform_filter(
             x, (1,) * (x.ndim - 2) + (size, size), mode="nearest", origin=(0,) * (x.ndim - 2) + (half, half)
         )
@@ -133,7 +137,7 @@ def pooled(x: Pixels, size: int) -> Pixels:
 
 
 def disc(radius: float, sigma: float) -> Taps:
-    """An aperture: a filled circle with its edge softened by a Gaussian of width sigma."""
+    """Returns an aperture: a filled circle with its edge softened by a Gaussian of width sigma."""
     from scipy import ndimage
 
     reach = math.ceil(radius + 3 * sigma)
@@ -144,7 +148,7 @@ def disc(radius: float, sigma: float) -> Taps:
 
 
 def smear(x: Pixels, reach: float, sigma: float, degrees: Pixels, beyond: Literal["edge", "wrap"] = "edge") -> Pixels:
-    """Motion along one direction an image: half a Gaussian of width sigma, cut `reach` pixels from its peak."""
+    """Returns motion in one direction per image: half a Gaussian of width sigma, cut `reach` pixels from its peak."""
     far = np.arange(math.floor(reach + 0.5) + 1)
     weights = np.exp(-(far**2) / (2 * sigma**2))
     far, weights = far[weights > 1e-3], weights[weights > 1e-3]
@@ -157,7 +161,7 @@ def smear(x: Pixels, reach: float, sigma: float, degrees: Pixels, beyond: Litera
 
 
 def plasma(streams: Streams, side: int, fall: float) -> Pixels:
-    """Clouds `[b, side', side']` in 0..1, side' the next power of two: midpoint displacement on a torus.
+    """Returns clouds `[b, side', side']` in 0..1, side' the next power of two: midpoint displacement on a torus.
 
     Each halving of the grid adds noise `fall` times weaker than the one before.
     """
@@ -174,12 +178,12 @@ def plasma(streams: Streams, side: int, fall: float) -> Pixels:
         fine[:, 1::2, ::2] = (coarse + below + middle + np.roll(middle, 1, 2)) / 4 + noise[:, 2]
         coarse, weight = fine, weight / np.float32(fall)
     coarse -= coarse.min((1, 2), keepdims=True)
-    clouds: Pixels = coarse / coarse.max((1, 2), keepdims=True)
-    return clouds
+    out: Pixels = coarse / coarse.max((1, 2), keepdims=True)
+    return out
 
 
 def _unit_noise(rng: np.random.Generator, height: int, width: int, sigma: float) -> Pixels:
-    """Noise smoothed over sigma pixels, with deviation 1."""
+    """Returns noise smoothed over sigma pixels, with deviation 1."""
     noise = smooth(rng.standard_normal((height, width), np.float32), sigma)
     out: Pixels = noise / noise.std()
     return out
@@ -187,12 +191,12 @@ def _unit_noise(rng: np.random.Generator, height: int, width: int, sigma: float)
 
 @lru_cache(maxsize=2 * SHEETS)
 def frost_sheet(number: int, height: int, width: int, scale: float) -> Pixels:
-    """Frost on a window, `[height, width]` in 0..1: our own texture, in place of the benchmark's photographs.
+    """Returns frost on a window, `[height, width]` in 0..1: our own texture, not the benchmark's photographs.
 
-    The pane is dealt out to crystals (the cells nearest to random points). Each has a direction of its own, along
-    which it carries feathered needles; rims show where two have met. These are bright lines on dark, a tenth of white
-    in the mean: the published weights darken the image faster than they add ice (from 3 to 4 they add none), so with
-    a bright texture a higher severity would bring images back to what they were.
+    The pane is divided among crystals (the cells nearest to random points). Each has its own direction, with feathered
+    needles along it, and rims where two meet. These are bright lines on dark, a tenth of white on average. The
+    published weights darken the image faster than they add ice (from 3 to 4 they add none). So with a bright texture,
+    a higher severity would restore images to what they were.
     """
     from scipy.spatial import cKDTree
 
@@ -208,19 +212,19 @@ def frost_sheet(number: int, height: int, width: int, scale: float) -> Pixels:
     y, x = y - seeds[own, 0], x - seeds[own, 1]
     along = y * np.sin(angles)[own] + x * np.cos(angles)[own]
     across = x * np.sin(angles)[own] - y * np.cos(angles)[own]
-    # Barbs leave the needle at an angle, as in a feather: hence |across| beside along. Grain makes them ragged.
+    # Barbs leave the needle at an angle, as in a feather: hence |across| in the phase. Grain makes them ragged.
     barbs = 0.5 + 0.5 * np.cos((along + 1.7 * np.abs(across)) * 2 * math.pi / (4.5 * scale) + 1.2 * grain)
     needle = np.exp(-np.abs(across) / (0.08 * spacing))
     rim = np.exp(-(reach[..., 1] - reach[..., 0]) / (1.5 * scale))
-    thick = (0.75 + 0.6 * drift).clip(0, None)  # here more, there no ice at all
+    thick = (0.75 + 0.6 * drift).clip(0, None)  # more ice in some places, none in others
     ice = thick * (needle * (0.35 + 0.65 * barbs) + 0.5 * rim**2 * barbs + 0.05 * grain)
     sheet: Pixels = ice.clip(0, 1).astype(np.float32)
-    sheet.setflags(write=False)  # the cache hands the same array to everybody
+    sheet.setflags(write=False)  # the cache returns the same array to all callers
     return sheet
 
 
 def frost_crops(streams: Streams, height: int, width: int, scale: float) -> Pixels:
-    """A random crop of a random sheet an image, `[b, 1, H, W]`."""
+    """Returns a random crop of a random sheet per image, `[b, 1, H, W]`."""
     out = np.empty((len(streams), 1, height, width), np.float32)
     for i, stream in enumerate(streams):
         sheet = frost_sheet(int(stream.integers(SHEETS)), 4 * height, 4 * width, scale)
@@ -230,7 +234,7 @@ def frost_crops(streams: Streams, height: int, width: int, scale: float) -> Pixe
 
 
 def affine_of(before: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The maps that take three points to three others: `[b, 3, 2]` twice -> `[b, 3, 2]`, for rows (y, x, 1)."""
+    """Returns the maps of three points to three others: `[b, 3, 2]` twice -> `[b, 3, 2]`, for rows (y, x, 1)."""
     ones = np.ones((*before.shape[:2], 1))
     maps: NDArray[np.float64] = np.linalg.solve(np.concatenate([before, ones], 2), after)
     return maps

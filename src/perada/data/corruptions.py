@@ -2,8 +2,8 @@
 
 The names and the numbers below are those of the published benchmark (Hendrycks & Dietterich, "Benchmarking Neural
 Network Robustness to Common Corruptions and Perturbations", ICLR 2019; the parameter set of CIFAR-10-C, for 32 px).
-The code is our own, so images are corrupted alike, not bit for bit as in the published files; frost is a texture
-made here (`frost_sheet`), not a photograph.
+The code is our own, so images are corrupted in the same way, but not bit for bit as in the published files. Frost is
+a texture made here (`frost_sheet`), not a photograph.
 
 Other sizes: s = max(1, shorter side / 32). Widths in pixels are multiplied by s (blurs, glass reach, smears, flakes,
 drops, ice crystals) and so are never below those at 32 px, which are about one pixel. Shares of the image (zoom,
@@ -13,14 +13,11 @@ blocks. On very small images neighbouring severities can coincide (pixelate at 8
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from io import BytesIO
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +29,7 @@ from ..errors import InputError, unknown
 from ..lanes import rng_of
 from ..machine import cores
 from . import corruption_kinds as kinds
+from .cache import npy_header, whole_file
 from .corruption_kinds import Level
 from .corruption_textures import Pixels, Streams
 
@@ -78,7 +76,7 @@ CORRUPTIONS: dict[str, Kind] = {
     ),
     "pixelate": Kind(kinds.pixelate, ((0.95,), (0.9,), (0.85,), (0.75,), (0.65,))),
     "jpeg_compression": Kind(kinds.jpeg_compression, ((80,), (65,), (58,), (50,), (40,))),
-    # The four that the benchmark keeps apart, to choose by.
+    # The four that the benchmark sets aside for choosing settings.
     "speckle_noise": Kind(kinds.speckle_noise, ((0.06,), (0.1,), (0.12,), (0.16,), (0.2,))),
     "gaussian_blur": Kind(kinds.gaussian_blur, ((0.4,), (0.6,), (0.7,), (0.8,), (1,))),
     "spatter": Kind(
@@ -96,10 +94,10 @@ CORRUPTIONS: dict[str, Kind] = {
 
 
 def corrupt(images: Images, name: str, severity: int, *, seed: int = 0) -> Images:
-    """uint8 `[n, C, H, W]` -> the same, corrupted; C is 1 or 3, severity 1 to 5.
+    """Returns the images uint8 `[n, C, H, W]`, corrupted; C is 1 or 3, severity 1 to 5.
 
-    An image's result is a function of the image, its place in the array, name, severity and seed alone. The severity
-    has no part in the draws: an image is smeared at the same angle at all five, and its noise differs in strength.
+    An image's result depends on the image, its place in the array, name, severity and seed alone. The draws do not
+    depend on the severity: an image is smeared at the same angle at all five, and its noise differs in strength.
     """
     _check(images, [name], [severity])
     out = np.empty_like(images, order="C")
@@ -118,10 +116,10 @@ def corrupted(
     cache: Path | None = None,
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, int, Images]]:
-    """`corrupt` for every name at every severity, in that order, on `workers` threads (None: one a core).
+    """Yields `corrupt` for every name at every severity, in that order, on `workers` threads (None: one per core).
 
-    cache: a folder to keep the copies in; what is found there is not made again. Few copies are in memory at once:
-    those behind the one in hand are made while it is used.
+    cache: a folder that keeps the copies, so that they are made once. Few copies are in memory at once: the next ones
+    are made while one is used.
     """
     _check(images, names, severities)
     if workers is not None and workers < 1:
@@ -139,7 +137,7 @@ def _corrupted(
     folder: Path | None,
     progress: Progress | None,
 ) -> Iterator[tuple[str, int, Images]]:
-    """Threads, not processes: numpy, scipy and Pillow let go of the interpreter lock where the work is."""
+    """Threads, not processes: numpy, scipy and Pillow release the interpreter lock while they work."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix="corruption")
     waiting: deque[list[Future[Images]] | Images] = deque()
     started = 0
@@ -148,14 +146,14 @@ def _corrupted(
             while started < len(pairs) and len(waiting) < 2:
                 waiting.append(_start(pool, images, *pairs[started], seed, folder))
                 started += 1
-            found = waiting.popleft()
-            if isinstance(found, list):  # no copy yet, but the blocks that are being made of it
-                found = np.concatenate([images[:0], *(part.result() for part in found)])
+            copy = waiting.popleft()
+            if isinstance(copy, list):  # the blocks that are being made of it
+                copy = np.concatenate([images[:0], *(block.result() for block in copy)])
                 if folder is not None:
-                    _write(folder / f"{name}-{severity}.npy", found)
+                    _write(folder / f"{name}-{severity}.npy", copy)
             if progress is not None:
                 progress(done, len(pairs))
-            yield name, severity, found
+            yield name, severity, copy
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -163,7 +161,7 @@ def _corrupted(
 def _start(
     pool: ThreadPoolExecutor, images: Images, name: str, severity: int, seed: int, folder: Path | None
 ) -> list[Future[Images]] | Images:
-    """The copy, where the cache has it; else the blocks that will make it."""
+    """Returns the copy if the cache has it, else the blocks that will make it."""
     kept = None if folder is None else _read(folder / f"{name}-{severity}.npy", images)
     if kept is not None:
         return kept
@@ -212,38 +210,22 @@ def _folder(cache: Path, images: Images, seed: int) -> Path:
     return folder
 
 
-def _header(images: Images) -> bytes:
-    """What an .npy file of such an array begins with."""
-    file = BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": images.shape})
-    return file.getvalue()
-
-
 def _read(path: Path, images: Images) -> Images | None:
-    """The kept copy; None where there is none, or one that is not whole.
+    """Returns the kept copy; None if there is none, or one that is not whole.
 
-    The header is compared, not parsed: what a damaged one says cannot be unpickled, allocated or warned about.
+    The header is compared, not parsed, so a damaged one cannot make numpy unpickle, allocate or warn.
     """
-    header = _header(images)
+    header = npy_header(images.shape)
     try:
         with path.open("rb") as file:
             if file.read(len(header)) != header:
                 return None
-            found = np.fromfile(file, np.uint8)
+            copy = np.fromfile(file, np.uint8)
     except OSError:
         return None
-    return found.reshape(images.shape) if found.size == images.size else None
+    return copy.reshape(images.shape) if copy.size == images.size else None
 
 
-def _write(path: Path, found: Images) -> None:
-    """Whole or not at all, whoever else writes it. A disk that is full costs time later, not this result."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
-    try:
-        with part.open("xb") as file:
-            np.save(file, found, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            part.unlink()
+def _write(path: Path, copy: Images) -> None:
+    with suppress(OSError), whole_file(path) as file:  # a full disk costs time later, not this result
+        np.save(file, copy, allow_pickle=False)

@@ -1,7 +1,7 @@
 """`perada data get NAME`: the official archives, checked and unpacked.
 
-pooch checks a file's sum before it gets its name. Our own downloader stands in for pooch's, which starts anew
-after a cut: it keeps `FILE.part` and asks the server for the rest.
+pooch checks a file's checksum before the file gets its name. It uses our own downloader, because pooch's starts again
+after a cut: ours keeps `FILE.part` and asks the server for the rest.
 """
 
 from __future__ import annotations
@@ -11,33 +11,35 @@ import gzip
 import hashlib
 import http.client
 import os
-import shutil
 import tarfile
 import tempfile
 import time
+import tomllib
 import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+from urllib.parse import urlsplit
 
 from ..errors import InputError, RunError, unknown
+from .cache import sweep
 
-Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, bytes in all (None: not said)
+Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, bytes in all (None: unknown)
 
-TRIES = 5  # connections that bring nothing new, one after the other
+TRIES = 5  # connections in a row that bring nothing new
 PAUSE = 1.0  # seconds before the second try, doubled before each further one
 TIMEOUT = 30.0
-STALE = 24 * 3600.0  # seconds after which a half-unpacked folder must be a killed process's
 _CHUNK = 1 << 18
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A file to fetch. `checksum` is `md5:…` or `sha256:…`, as its publisher gives it; None: none is published."""
+    """A file to fetch; `checksum` is `md5:…` or `sha256:…` as published, or None."""
 
     url: str
     file: str
@@ -46,7 +48,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of `perada data list`. `folder` is what there is below the root afterwards."""
+    """One line of `perada data list`; `folder` is what a download leaves below the root."""
 
     name: str
     title: str
@@ -54,7 +56,7 @@ class Entry:
     megabytes: int
     home: str
     remotes: tuple[Remote, ...] = ()
-    by_hand: str = ""  # why and how, where no program may fetch it
+    by_hand: str = ""  # why and how, if no program may fetch it
 
     @property
     def checksum(self) -> str:
@@ -63,82 +65,18 @@ class Entry:
         return ", ".join(dict.fromkeys(r.checksum or "no published checksum" for r in self.remotes))
 
 
-_TORONTO, _KRIZ = "https://www.cs.toronto.edu/~kriz/", "https://www.cs.toronto.edu/~kriz/cifar.html"
-_NEW = "https://github.com/modestyachts/CIFAR-10.1/raw/master/datasets/"
+def _entry(name: str, table: dict[str, Any]) -> Entry:
+    files = table.pop("files", [])
+    remotes = (Remote(f["url"], urlsplit(f["url"]).path.rpartition("/")[2], f.get("checksum")) for f in files)
+    return Entry(name, remotes=tuple(remotes), **table)
 
 
-def _cifar(name: str, title: str, folder: str, file: str, md5: str, megabytes: int) -> Entry:
-    return Entry(name, title, folder, megabytes, _KRIZ, (Remote(_TORONTO + file, file, f"md5:{md5}"),))
-
-
-CATALOGUE: dict[str, Entry] = {
-    entry.name: entry
-    for entry in (
-        _cifar(
-            *("cifar10", "CIFAR-10: 60,000 images of 32×32, 10 classes", "cifar-10-batches-py"),
-            *("cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a", 163),
-        ),
-        _cifar(
-            *("cifar10-binary", "CIFAR-10, the same in binary files", "cifar-10-batches-bin"),
-            *("cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530", 162),
-        ),
-        _cifar(
-            *("cifar100", "CIFAR-100: 60,000 images of 32×32, 100 classes", "cifar-100-python"),
-            *("cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85", 161),
-        ),
-        _cifar(
-            *("cifar100-binary", "CIFAR-100, the same in binary files", "cifar-100-binary"),
-            *("cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8", 161),
-        ),
-        Entry(
-            *("cifar10.1", "CIFAR-10.1 v6: 2,000 new test images for CIFAR-10", "CIFAR-10.1", 6),
-            "https://github.com/modestyachts/CIFAR-10.1",
-            tuple(Remote(_NEW + f, f, None) for f in ("cifar10.1_v6_data.npy", "cifar10.1_v6_labels.npy")),
-        ),
-        Entry(
-            *("cifar10-c", "CIFAR-10-C: CIFAR-10's test images under 19 corruptions, 5 severities", "CIFAR-10-C", 2784),
-            "https://zenodo.org/records/2535967",
-            (
-                Remote(
-                    "https://zenodo.org/records/2535967/files/CIFAR-10-C.tar?download=1",
-                    *("CIFAR-10-C.tar", "md5:56bf5dcef84df0e2308c6dcbcbbd8499"),
-                ),
-            ),
-        ),
-        Entry(
-            *("stl10", "STL-10: 100,000 unlabelled and 13,000 labelled images of 96×96", "stl10_binary", 2518),
-            "https://cs.stanford.edu/~acoates/stl10/",
-            (
-                Remote(
-                    "http://ai.stanford.edu/~acoates/stl10/stl10_binary.tar.gz",
-                    *("stl10_binary.tar.gz", "md5:91f7769df0f17e558f3565bffb0c7dfb"),
-                ),
-            ),
-        ),
-        Entry(
-            *("office-home", "Office-Home: 15,588 images, 4 domains, 65 classes", "OfficeHomeDataset_10072016", 1100),
-            "https://www.hemanthdv.org/officeHomeDataset.html",
-            by_hand="its authors give it out through Google Drive behind a form: open {home}, fetch "
-            "OfficeHomeDataset_10072016.zip and unpack it, so that there is {place}/Art (and Clipart, Product, "
-            "Real World)",
-        ),
-        Entry(
-            *("chexpert", "CheXpert-v1.0-small: 223,414 chest X-rays", "CheXpert-v1.0-small", 11000),
-            "https://stanfordmlgroup.github.io/competitions/chexpert/",
-            by_hand="Stanford's licence asks everybody to register: open {home}, register, fetch "
-            "CheXpert-v1.0-small.zip and unpack it, so that there is {place}/train.csv (and train, valid.csv, valid)",
-        ),
-    )
-}
-
-
-def catalogue() -> tuple[Entry, ...]:
-    """What there is to get, in the order to list it."""
-    return tuple(CATALOGUE.values())
+_TABLES = tomllib.loads((resources.files(__package__) / "catalogue.toml").read_text("utf8"))
+CATALOGUE = {name: _entry(name, table) for name, table in _TABLES.items()}
 
 
 def check(name: str, root: str | Path) -> Entry:
-    """The data set, if it is known and may be fetched by a program."""
+    """Returns the data set, if it is known and may be fetched by a program."""
     if name not in CATALOGUE:
         raise unknown("data set", name, CATALOGUE)
     entry = CATALOGUE[name]
@@ -149,13 +87,13 @@ def check(name: str, root: str | Path) -> Entry:
 
 
 def unchecked(name: str, root: str | Path) -> list[Path]:
-    """The files of a data set whose publisher gives no checksum."""
+    """Returns the files of a data set whose publisher gives no checksum."""
     entry = CATALOGUE[name]
     return [Path(root).expanduser() / entry.folder / r.file for r in entry.remotes if r.checksum is None]
 
 
 def get(name: str, root: str | Path, progress: Progress | None = None) -> Path:
-    """Fetch, check and unpack a data set below `root`; returns its folder. One that is there is left as it is."""
+    """Fetches, checks and unpacks a data set below `root`; returns its folder. One that is there is left as it is."""
     entry = check(name, root)
     base = Path(root).expanduser()
     place = base / entry.folder
@@ -168,7 +106,7 @@ def get(name: str, root: str | Path, progress: Progress | None = None) -> Path:
             if remote in archives:
                 file = _fetch(remote, base, progress)
                 _unpack(file, base, entry.folder)
-                file.unlink()  # it is as large as what came out of it
+                file.unlink()  # it is as large as what it contains
             elif not (place / remote.file).is_file():
                 _fetch(remote, place, progress)
     except OSError as error:
@@ -179,20 +117,20 @@ def get(name: str, root: str | Path, progress: Progress | None = None) -> Path:
 
 
 def sha256(path: Path) -> str:
-    """For files without a published checksum: print it, so that two people can compare what they got."""
+    """Returns a checksum for files without a published one, so that two people can compare what they got."""
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _fetch(remote: Remote, folder: Path, progress: Progress | None) -> Path:
-    """The whole file, in place only when its sum is right."""
-    import pooch  # type: ignore[import-untyped]  # here: it takes a moment that most commands need not wait
+    """Returns the whole file, which is in place only when its checksum is right."""
+    import pooch  # type: ignore[import-untyped]  # here: slow to import, and most commands do not need it
 
     pooch.get_logger().setLevel("WARNING")
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{remote.file}.part"
     if remote.checksum is None:
-        part.unlink(missing_ok=True)  # nothing would show that an old half and a new one do not belong together
+        part.unlink(missing_ok=True)  # nothing would show that an old half and a new half do not match
     try:
         return Path(
             pooch.retrieve(
@@ -203,20 +141,11 @@ def _fetch(remote: Remote, folder: Path, progress: Progress | None) -> Path:
                 downloader=_Resuming(part, progress),
             )
         )
-    except ValueError as error:  # pooch's word for a wrong sum; it has removed the file
+    except ValueError as error:  # a wrong checksum; pooch has removed the file
         raise InputError(
             f"{remote.file} from {remote.url} is not the official file (wrong checksum, expected {remote.checksum}): "
             "it was removed; try again, or fetch it by hand"
         ) from error
-
-
-class _Answer(Protocol):
-    """The part of `http.client.HTTPResponse` used here."""
-
-    status: int
-    headers: Any
-
-    def read(self, amount: int) -> bytes: ...
 
 
 @dataclass
@@ -236,7 +165,7 @@ class _Resuming:
                 why = "the connection was cut"
             except urllib.error.HTTPError as error:
                 error.close()
-                if error.code == 416:  # we hold as much as there is, or more: of another file
+                if error.code == 416:  # there are no more bytes, so ours are of another file
                     self.part.unlink(missing_ok=True)
                 elif error.code < 500 and error.code != 429:
                     raise InputError(
@@ -245,12 +174,12 @@ class _Resuming:
                 why = f"the server answers {error.code} {error.reason}"
             except (OSError, http.client.HTTPException) as error:
                 if isinstance(error, OSError) and (error.errno in _DISK or error.filename is not None):
-                    raise  # our own disk, not the network
+                    raise  # the disk here, not the network
                 why = str(getattr(error, "reason", "") or error) or type(error).__name__
             have = self._length()
             tries, pause = (1, PAUSE) if have > before else (tries + 1, pause)
             if tries >= TRIES:
-                kept = f"{have} bytes are kept in {self.part}: the same command goes on from there"
+                kept = f"{have} bytes are kept in {self.part}: the same command continues from there"
                 raise RunError(
                     f"cannot download {url}: {why}; {kept if have else 'nothing was saved: try again later'}"
                 )
@@ -262,16 +191,14 @@ class _Resuming:
         return self.part.stat().st_size if self.part.exists() else 0
 
     def _once(self, url: str) -> bool:
-        """One connection; True when the file is whole."""
+        """Fetches what one connection gives; returns whether the file is whole."""
         have = self._length()
         request = urllib.request.Request(url, headers={"User-Agent": "perada"})
         if have:
             request.add_header("Range", f"bytes={have}-")
         with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
             start, total = _extent(answer, have)
-            with self.part.open("r+b" if start else "wb") as f:
-                f.seek(start)
-                f.truncate()
+            with self.part.open("ab" if start else "wb") as f:
                 at = start
                 while data := answer.read(_CHUNK):
                     f.write(data)
@@ -281,25 +208,23 @@ class _Resuming:
         return total is None or at == total
 
 
-def _extent(answer: _Answer, have: int) -> tuple[int, int | None]:
-    """Where the bytes that come belong, and the length of the whole file where the server says it."""
+def _extent(answer: http.client.HTTPResponse, have: int) -> tuple[int, int | None]:
+    """Returns where the bytes that come belong, and the length of the whole file, if the server says it."""
     if answer.status == 206:
         span, _, whole = str(answer.headers.get("Content-Range", "")).removeprefix("bytes ").partition("/")
         start = span.partition("-")[0]
         if start == str(have):
             return have, int(whole) if whole.isdecimal() else None
         raise http.client.HTTPException(f"asked for bytes from {have}, the server sends {span or 'others'}")
-    length = str(answer.headers.get("Content-Length", ""))  # 200: the server knows no ranges and sends everything
+    length = str(answer.headers.get("Content-Length", ""))  # 200: the server sends everything
     return 0, int(length) if length.isdecimal() else None
 
 
 def _unpack(file: Path, base: Path, folder: str) -> None:
-    """Into a folder of our own, then renamed: what has its name is whole. `data` lets nothing out of the folder."""
+    """Unpacks into a temporary folder, whose result is renamed: it is whole. `data` lets no file out of the folder."""
     if not hasattr(tarfile, "data_filter"):
         raise InputError("unpacking needs Python 3.11.4 or newer, whose tarfile lets no file out of its folder")
-    for old in base.glob(".unpack-*"):
-        if old.is_dir() and time.time() - old.stat().st_mtime > STALE:
-            shutil.rmtree(old, ignore_errors=True)
+    sweep(base, ".unpack-*")
     with tempfile.TemporaryDirectory(prefix=".unpack-", dir=base) as scratch:
         try:
             with tarfile.open(file) as tar:
@@ -312,7 +237,7 @@ def _unpack(file: Path, base: Path, folder: str) -> None:
         inner = Path(scratch) / folder
         if not inner.is_dir():
             file.unlink()
-            raise InputError(f"{file.name}: holds no folder {folder}: it was removed; fetch the data set by hand")
+            raise InputError(f"{file.name}: no folder {folder} in it: it was removed; fetch the data set by hand")
         try:
             os.replace(inner, base / folder)
         except OSError:

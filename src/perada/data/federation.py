@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..lanes import fast_kernels, sent
-from .augment import DRAWS, SALT, Augment, padding
+from ..errors import InputError, unknown
+from ..lanes import normalised, ops_for, sent
+from .arrays import Pair, from_sites
+from .augment import AUGMENT, DRAWS, SALT, Augment, padding
+from .folder import folder
+from .images import IMAGENET
+from .named import GIVEN, read_source
+from .options import DataOptions
+from .partition import LEAST
+from .source import Client, Indices, Pixels, Source
+from .split import fingerprint, split
 
-Indices = NDArray[np.int64]
+CPU = torch.device("cpu")
 
 
 @lru_cache
@@ -25,46 +35,14 @@ def _channels(values: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 
 
 @dataclass(frozen=True)
-class Source:
-    """A data set before anybody holds it.
+class Federation:
+    """The clients over one pool of images. One client on its own machine is a federation of one.
 
-    images uint8 `[N, C, H, W]` (C is 1 or 3); targets int64 `[N]`, or uint8 `[N, labels]` for multi-label data.
-    `test` marks the official test images where a data set has them, `val` those declared for validation; `site`
-    names each sample's owner where the data come with owners; `names` are those of the images' files, where there are
-    files, and `skipped` the files that could not be read.
+    `from_arrays`, `from_folder`, `from_manifest` and `named` make one on the CPU; `to` moves it.
     """
 
     name: str
-    images: NDArray[np.uint8]
-    targets: NDArray[np.int64] | NDArray[np.uint8]
-    classes: tuple[str, ...]
-    mean: tuple[float, ...] = (0.5,)
-    std: tuple[float, ...] = (0.25,)
-    test: NDArray[np.bool_] | None = None
-    site: NDArray[np.str_] | None = None
-    val: NDArray[np.bool_] | None = None
-    names: tuple[str, ...] | None = None
-    skipped: tuple[str, ...] = ()
-
-    @property
-    def multilabel(self) -> bool:
-        return self.targets.ndim == 2
-
-
-@dataclass(frozen=True)
-class Client:
-    name: str
-    train: Indices
-    val: Indices
-    test: Indices
-
-
-@dataclass(frozen=True)
-class Federation:
-    """The clients over one pool of images. One client on its own machine is a federation of one."""
-
-    name: str
-    images: Tensor  # uint8 [N, C, H, W], on the compute device, or in (mapped) memory where they do not fit
+    images: Tensor  # uint8 [N, C, H, W], on the compute device, or in (mapped) memory if they do not fit
     targets: Tensor  # int64 [N], or float [N, labels], on the compute device
     classes: tuple[str, ...]
     clients: tuple[Client, ...]
@@ -72,31 +50,72 @@ class Federation:
     std: tuple[float, ...]
     server_val: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
     augment: Augment | None = None  # random views, in training
-    stream: bool = False  # whether images are fetched batch by batch, one ahead
+    stream: bool = False  # whether images are fetched batch by batch, one batch ahead
     skipped: tuple[str, ...] = ()  # files that could not be read
-    tested: bool = True  # whether anybody has test images: to be asked where those must not be touched
+    tested: bool = True  # whether any client has test images; known even where those must not be touched
     fingerprint: str = ""  # of who holds which images (`split.fingerprint`)
     seed: int = 0  # of the split, and of the order of public images
-    options: Any = None  # the DataOptions that make it again
+    options: DataOptions = field(default_factory=lambda: DataOptions(name=GIVEN))  # that make it again
 
-    def to(self, device: torch.device) -> Federation:
-        """Returns this federation with its targets, and images unless they are streamed, on a device."""
+    @classmethod
+    def from_arrays(
+        cls,
+        sites: Mapping[str, Pair],
+        *,
+        classes: Sequence[str] | None = None,
+        val: float | Mapping[str, Pair] = 0.1,
+        test: float | Mapping[str, Pair] = 0.2,
+        **options: Any,
+    ) -> Federation:
+        """Returns a federation of arrays in memory, with one client per site: `{"north": (x, y), "south": (x2, y2)}`.
+
+        x: numpy or torch, `[n, H, W]`, `[n, H, W, C]` or `[n, C, H, W]`, uint8 or float in [0, 1]. y: labels `[n]`
+        (numbers or names), or `[n, labels]` of 0 and 1. val and test: the share of each site's data, or one set per
+        site. options: other fields of `DataOptions`; partition="dirichlet" pools the sites and simulates clients.
+        """
+        given = {name: sets for name, sets in (("val", val), ("test", test)) if isinstance(sets, Mapping)}
+        shares = {name: share for name, share in (("val", val), ("test", test)) if name not in given}
+        chosen = DataOptions.of(**{"name": GIVEN, "partition": "site", **shares, **options})
+        return build_federation(chosen, source=from_sites(sites, classes, **given))
+
+    @classmethod
+    def from_folder(cls, path: str | Path, *, size: int = 64, partition: str = "site", **options: Any) -> Federation:
+        """Returns a federation of image files: `site/class/image.png`, or `class/image.png` to simulate clients.
+
+        options: other fields of `DataOptions`.
+        """
+        chosen = DataOptions.of(name="folder", root=_absolute(path), size=size, partition=partition, **options)
+        return build_federation(chosen, source=folder(chosen.root, size, chosen.skip_bad))
+
+    @classmethod
+    def from_manifest(cls, path: str | Path, *, size: int = 64, partition: str = "site", **options: Any) -> Federation:
+        """Returns a federation of the images in a CSV or TSV table `path,site,split,label...`.
+
+        options: other fields of `DataOptions`.
+        """
+        if Path(path).suffix.lower() not in (".csv", ".tsv"):
+            raise InputError(f"{path} is not a manifest: give a .csv or .tsv file")
+        return build_federation(
+            DataOptions.of(name="folder", root=_absolute(path), size=size, partition=partition, **options)
+        )
+
+    @classmethod
+    def named(cls, name: str, **options: Any) -> Federation:
+        """Returns a known data set, split among clients: `Federation.named("cifar10", clients=20, alpha=0.1)`.
+
+        options: other fields of `DataOptions`.
+        """
+        return build_federation(DataOptions.of(name=name, **options))
+
+    def to(self, device: torch.device | str) -> Federation:
+        """Returns the federation on a device. Images that would fill a GPU stay in memory and are streamed."""
+        device = torch.device(device)
         if self.device == device:
             return self
-        images = self.images if self.stream else self.images.to(device)
-        return replace(self, images=images, targets=self.targets.to(device))
-
-    def facts(self) -> dict[str, Any]:
-        """Returns what a run must find again to be opened: who holds which images, of which classes."""
-        return {
-            "classes": list(self.classes),
-            "image": list(self.images.shape[1:]),
-            "multilabel": self.multilabel,
-            "mean": list(self.mean),
-            "std": list(self.std),
-            "clients": {c.name: [len(c.train), len(c.val), len(c.test)] for c in self.clients},
-            "split": self.fingerprint,
-        }
+        fits = self.images.device.type == device.type or _fits(self.images, device)
+        stream = self.options.resident == "no" or (self.options.resident == "auto" and not fits)
+        images = self.images if stream else self.images.to(device)
+        return replace(self, images=images, targets=self.targets.to(device), stream=stream)
 
     @property
     def multilabel(self) -> bool:
@@ -104,21 +123,21 @@ class Federation:
 
     @property
     def device(self) -> torch.device:
-        """Where the computing is done."""
+        """The device that computes."""
         return self.targets.device
 
     def take(self, index: Indices | Tensor) -> Tensor:
-        """These images, uint8 `[n, C, H, W]`, on the compute device."""
+        """Returns these images, uint8 `[n, C, H, W]`, on the compute device."""
         at, where = torch.as_tensor(index), self.images.device
         at = sent(at, where) if at.device.type == "cpu" else at.to(where)
         return self.images[at].to(self.device)
 
     def labels(self, index: Indices) -> Tensor:
-        """The targets of these images."""
+        """Returns the targets of these images."""
         return self.targets[sent(torch.from_numpy(index), self.device)]
 
     def about_images(self) -> str:
-        """Where they live, and what that costs."""
+        """Returns a line: how many images, and where they are kept."""
         size = "×".join(map(str, self.images.shape[1:]))
         where = "streamed from memory" if self.stream else f"on {self.images.device.type}"
         return f"{len(self.images):,} images of {size}: {self.images.numel() / 1e6:,.1f} MB as bytes, {where}"
@@ -134,51 +153,54 @@ class Federation:
         return np.concatenate([c.val for c in self.clients])
 
     def prepare(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 `[n, C, H, W]` -> normalised `[n, 3, H, W]`: grey images become three equal channels."""
-        mean, std = (_channels(values, dtype, images.device) for values in (self.mean, self.std))
-        return ((images.to(dtype) / 255 - mean) / std).expand(-1, 3, -1, -1)
+        """uint8 `[n, C, H, W]` -> normalised `[n, 3, H, W]`; grey images become three equal channels."""
+        return normalised(images, *(_channels(values, dtype, images.device) for values in (self.mean, self.std)))
 
     def views(self, samples: Tensor, keys: Tensor, dtype: torch.dtype, fetched: Tensor | None = None) -> Tensor:
         """Training images by number, `[k, B]` -> prepared `[k·B, 3, H, W]`, augmented with the lanes' keys `[k]`.
 
-        fetched: the images themselves, where they are not on the compute device.
+        fetched: the images themselves, if they are not kept on the compute device.
         """
-        if fetched is None and not self.stream and self.augment in DRAWS:
-            made = self._kernel(self.images, samples, keys, self.augment, dtype)
-            if made is not None:
-                return made
+        if fetched is None and not self.stream:
+            return self._views(self.images, samples, keys, self.augment, dtype)
         images = self.take(samples.flatten()) if fetched is None else fetched
         if self.augment is not None:
             images = self.augment(images, keys)
         return self.prepare(images, dtype)
 
     def plain_views(self, pool: Tensor, samples: Tensor, dtype: torch.dtype) -> Tensor:
-        """Images of another pool (on the compute device) by number, `[k, B]` -> prepared, as they are."""
-        made = self._kernel(pool, samples, samples, None, dtype)
-        return self.prepare(pool[samples.flatten()], dtype) if made is None else made
+        """Returns images of another pool (on the compute device) by number, `[k, B]`, prepared but not augmented."""
+        return self._views(pool, samples, samples, None, dtype)
 
-    def _kernel(
+    def _views(
         self, pool: Tensor, samples: Tensor, keys: Tensor, augment: Augment | None, dtype: torch.dtype
-    ) -> Tensor | None:
-        """All of it in one GPU kernel, where there is one."""
-        kernels = fast_kernels(self.device)
-        if kernels is None:
-            return None
-        mean, std = (_channels(values, dtype, self.device).expand(3, 1, 1) for values in (self.mean, self.std))
-        made: Tensor = kernels.views(pool, samples, keys, SALT, DRAWS[augment], padding(pool), mean, std, dtype)
-        return made
+    ) -> Tensor:
+        colours = _channels(self.mean, dtype, self.device), _channels(self.std, dtype, self.device)
+        draws = (SALT, DRAWS[augment], padding(pool)) if augment in DRAWS else None
+        return ops_for(self.device).views(pool, samples, keys, augment, draws, colours)
 
     def label_counts(self) -> NDArray[np.int64]:
-        """Training samples of each class at each client, `[clients, classes]`."""
+        """Returns the training samples per client and class, `[clients, classes]`."""
         targets = self.targets.cpu().numpy()
         if self.multilabel:
             return np.stack([targets[c.train].sum(0).astype(np.int64) for c in self.clients])
         return np.stack([np.bincount(targets[c.train], minlength=len(self.classes)) for c in self.clients])
 
+    def facts(self) -> dict[str, Any]:
+        """Returns what a run folder notes about its data: who holds which images, and how many of which classes."""
+        return {
+            "classes": list(self.classes),
+            "image": list(self.images.shape[1:]),
+            "multilabel": self.multilabel,
+            "mean": list(self.mean),
+            "std": list(self.std),
+            "clients": {c.name: [len(c.train), len(c.val), len(c.test)] for c in self.clients},
+            "split": self.fingerprint,
+        }
+
 
 def blank(facts: Mapping[str, Any], device: torch.device) -> Federation | None:
-    """A federation as a run folder has noted it (data.json): names, classes, shapes, and not one image. None where that
-    was not noted yet."""
+    """Returns a federation without images from the `facts` in a run folder; None if an older version wrote fewer."""
     if not facts.keys() >= {"classes", "image", "clients", "multilabel", "mean", "std"}:
         return None
     classes = tuple(facts["classes"])
@@ -192,3 +214,77 @@ def blank(facts: Mapping[str, Any], device: torch.device) -> Federation | None:
         mean=tuple(facts["mean"]),
         std=tuple(facts["std"]),
     )
+
+
+def build_federation(options: DataOptions, device: torch.device = CPU, source: Source | None = None) -> Federation:
+    """Reads the data set, unless `source` is given, splits it among the clients, and moves it to the device."""
+    source = _chosen(source or read_source(options), options)
+    clients, server = split(source, options)
+    _enough(clients)
+    targets = torch.from_numpy(source.targets)
+    return Federation(
+        name=source.name,
+        images=torch.from_numpy(writable(source.images)),
+        targets=targets.float() if source.multilabel else targets,
+        classes=source.classes,
+        clients=clients,
+        mean=source.mean,
+        std=source.std,
+        server_val=server,
+        augment=AUGMENT[options.augment],
+        skipped=source.skipped,
+        tested=any(len(c.test) for c in clients),
+        fingerprint=fingerprint(source, clients, server),
+        stream=options.resident == "no",
+        seed=options.seed,
+        options=options,
+    ).to(device)
+
+
+def _absolute(path: str | Path) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def _enough(clients: Sequence[Client]) -> None:
+    """Refuses a site that cannot be trained: the server would average what it sent back unchanged."""
+    few = [f"{c.name} has {len(c.train)}" for c in clients if len(c.train) < LEAST]
+    if few:
+        more = f" (and {len(few) - 3} more have too few)" if len(few) > 3 else ""
+        raise InputError(
+            f"each site needs {LEAST} training images, but {', '.join(few[:3])}{more}: give it more images, leave it "
+            "out, or lower DataOptions.val and DataOptions.test"
+        )
+
+
+def _chosen(source: Source, options: DataOptions) -> Source:
+    """Applies the options that choose labels and normalisation."""
+    if options.normalise == "imagenet":
+        mean, std = IMAGENET if source.images.shape[1] == 3 else ((0.449,), (0.226,))  # grey: the mean over channels
+        source = replace(source, mean=mean, std=std)
+    if not options.labels:
+        return source
+    if not source.multilabel:
+        raise InputError(
+            "DataOptions.labels is for multi-label data, and these have one label per image: remove it, or check "
+            "DataOptions.root"
+        )
+    for name in options.labels:
+        if name not in source.classes:
+            raise unknown("label", name, source.classes)
+    at = [source.classes.index(name) for name in options.labels]
+    return replace(source, targets=source.targets[:, at].astype(np.uint8), classes=options.labels)
+
+
+def writable(images: Pixels) -> Pixels:
+    """Returns an array that torch takes: mapped pixels stay mapped, and are copied only where they are written."""
+    if images.flags.writeable:
+        return images
+    whole = isinstance(images, np.memmap) and not isinstance(images.base, np.ndarray) and images.flags.c_contiguous
+    if whole and isinstance(images, np.memmap) and images.filename is not None:
+        return np.memmap(images.filename, images.dtype, "c", images.offset, images.shape)
+    return images.copy()
+
+
+def _fits(images: Tensor, device: torch.device) -> bool:
+    """Returns whether the images leave most of a GPU's memory free."""
+    return device.type != "cuda" or images.numel() < 0.4 * torch.cuda.mem_get_info(device)[0]

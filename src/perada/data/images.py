@@ -1,46 +1,44 @@
 """Image files to pixels, and a cache of decoded images on disk.
 
-Decoding thousands of photographs takes minutes, mapping their pixels from disk none. A cache file is one `.npy`
-of uint8 `[kept, 3, size, size]`; behind the array follow one bit for each file asked for (could it be read?) and
-a CRC-32. Its name is a hash of everything the pixels depend on, so that it never has to be updated.
+Decoding thousands of photographs takes minutes; mapping their pixels from disk takes no time. A cache file is one
+`.npy` of uint8 `[kept, 3, size, size]`. After the array come one bit per file asked for (could it be read?) and a
+CRC-32. Its name is a hash of everything the pixels depend on, so it never has to be updated.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-import tempfile
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL
-from numpy.typing import NDArray
 from PIL import Image
 
 from ..errors import InputError
 from ..machine import cores
-
-Pixels = NDArray[np.uint8]
-Mask = NDArray[np.bool_]
+from .cache import cache_folder, npy_header, whole_file
+from .source import Mask, Pixels
 
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # the mean and std that ImageNet-trained backbones expect
 
 FORMAT = 1  # of the cache files; a change of `read_image` must raise it
 CACHE_FROM = 256  # fewer images are decoded in a moment, and would only litter the cache
-STALE = 24 * 3600.0  # seconds after which a temporary file must be a killed process's
-_HEADER = 128  # bytes before the pixels
 _WINDOW = 1024  # images decoded ahead of the one being stored
-_NAMED = 5  # files that a refusal names; it counts the others
+_NAMED = 5  # files that an error names; it counts the others
 
 
 def read_image(path: Path, size: int) -> Pixels:
-    """RGB uint8 `[3, size, size]`: the shorter side is scaled to `size`, the middle is kept."""
+    """Returns an image as RGB uint8 `[3, size, size]`: its shorter side is scaled to `size`, its middle is kept."""
     try:
         with Image.open(path) as image:
             rgb = _eight_bits(image).convert("RGB")
@@ -56,7 +54,7 @@ def read_image(path: Path, size: int) -> Pixels:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Scans of 16 bits a pixel, scaled: Pillow's own conversion would clip them to white."""
+    """Scales scans of 16 bits per pixel: Pillow's own conversion would clip them to white."""
     if not image.mode.startswith(("I", "F")):
         return image
     pixels = np.asarray(image, np.float64)
@@ -65,13 +63,9 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def image_files(base: Path) -> list[Path]:
-    """Every image file below a folder, in a fixed order; nothing that is hidden, or in a hidden folder below it."""
-    found = (p for p in base.rglob("*") if p.suffix.lower() in ENDINGS and not _hidden(p.relative_to(base)))
-    return sorted(p for p in found if p.is_file())
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+    """Returns every image file below a folder, sorted, but none that is hidden or in a hidden folder below it."""
+    files = (p for p in base.rglob("*") if p.suffix.lower() in ENDINGS)
+    return sorted(p for p in files if p.is_file() and not any(n.startswith(".") for n in p.relative_to(base).parts))
 
 
 def decode(
@@ -79,75 +73,67 @@ def decode(
     base: Path,
     size: int,
     skip_bad: bool,
-    advice: str = "mend them, or pass over them with --set data.skip_bad=true",
+    advice: str = "fix them, or skip them with DataOptions.skip_bad=true",
 ) -> tuple[Pixels, Mask]:
-    """Pixels `[kept, 3, size, size]` of the files that can be read, and which of the n files these are, `[n]`.
+    """Returns pixels `[kept, 3, size, size]` of the files that can be read, and which of the n files these are, `[n]`.
 
-    Files that cannot be read are refused by name, or passed over with `skip_bad`. The pixels may be mapped from
-    the cache (copy on write). `base` is the folder that the names in the cache's key are relative to.
+    Files that cannot be read are refused by name, or skipped with `skip_bad`. The pixels may be mapped from the cache
+    (copy on write). `base` is the folder that the names in the cache's key are relative to.
     """
 
     def check(kept: Mask) -> None:
-        bad = unread(files, kept)
+        bad = [str(path) for path in compress(files, ~kept)]
         if bad and (not skip_bad or len(bad) == len(files)):
             more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-            todo = advice if len(bad) < len(files) else "mend them, or give another folder"
+            todo = advice if len(bad) < len(files) else "fix them, or give another folder"
             raise InputError(f"cannot read {len(bad)} of {len(files)} images, {', '.join(bad[:_NAMED])}{more}: {todo}")
 
-    return cached(("files", *_stamps(files, base)), len(files), size, partial(_read_all, files, size), check)
+    read = partial(_in_threads, partial(_read_or_none, size=size), files)
+    return _cached(("files", *_stamps(files, base)), len(files), size, read, check)
 
 
-def unread(files: Sequence[Path], kept: Mask) -> tuple[str, ...]:
-    """The files that `decode` could not read."""
-    return tuple(str(path) for path, good in zip(files, kept, strict=True) if not good)
-
-
-def names_of(files: Sequence[Path], kept: Mask) -> tuple[str, ...]:
-    """The files that were read, by names that stay the same when all are moved together."""
-    whole = [os.path.abspath(path) for path, good in zip(files, kept, strict=True) if good]
+def image_names(files: Sequence[Path], kept: Mask) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns `Source.names`, which stay the same when all files are moved together, and `Source.skipped`."""
+    whole = [os.path.abspath(path) for path in compress(files, kept)]
     top = os.path.commonprefix(whole).rfind(os.sep) + 1  # noqa: RUF071 (cut at a folder's end)
-    return tuple(name[top:].replace(os.sep, "/") for name in whole)
+    names = tuple(name[top:].replace(os.sep, "/") for name in whole)
+    return names, tuple(str(path) for path in compress(files, ~kept))
 
 
 def resized(images: Pixels, size: int, key: Iterable[str] | None = None) -> Pixels:
     """`[n, 3, h, w]` or `[n, 1, h, w]` -> `[n, 3, size, size]` by antialiased bicubic scaling, cached.
 
-    `key` says what the images are where hashing them all would take too long.
+    key: says what the images are, if hashing them all would take too long.
     """
     if key is None:
         key = (str(images.shape), hashlib.sha256(np.ascontiguousarray(images).data).hexdigest())
-
-    def items() -> Iterator[Pixels | None]:
-        with ThreadPoolExecutor(min(16, cores())) as pool:
-            for start in range(0, len(images), _WINDOW):
-                yield from pool.map(partial(_scale, size=size), images[start : start + _WINDOW])
-
-    return cached(("resized", *key), len(images), size, items, lambda kept: None)[0]
+    scale = partial(_in_threads, partial(_scale, size=size), images)
+    return _cached(("resized", *key), len(images), size, scale, lambda kept: None)[0]
 
 
 def _scale(pixels: Pixels, size: int) -> Pixels:
     image = Image.fromarray(np.ascontiguousarray(np.broadcast_to(pixels, (3, *pixels.shape[1:])).transpose(1, 2, 0)))
-    found: Pixels = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC), np.uint8)
-    return found.transpose(2, 0, 1)
+    scaled: Pixels = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC), np.uint8)
+    return scaled.transpose(2, 0, 1)
 
 
 def require_files(listing: Path, rows: Sequence[int], files: Sequence[Path]) -> None:
-    """Refuse a table that names images which are not there: a wrong folder is best told by the first row."""
+    """Refuses a table that names images which are not there; the first such row shows a wrong folder best."""
     for row, path in zip(rows, files, strict=True):
         if not path.is_file():
             raise InputError(
-                f"{listing}: row {row}: no image {path}: correct the path, or pass over missing images "
-                "with --set data.skip_bad=true"
+                f"{listing}: row {row}: no image {path}: correct the path, or skip missing images with "
+                "DataOptions.skip_bad=true"
             )
 
 
 def stamp(path: Path) -> str:
-    """Name, time and length of a file: another string when the file is another one."""
+    """Returns name, time and length of a file, which change when the file does."""
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return f"{path.name}\0missing"
-    return f"{path.name}\0{found.st_mtime_ns}\0{found.st_size}"
+    return f"{path.name}\0{stat.st_mtime_ns}\0{stat.st_size}"
 
 
 def _stamps(files: Sequence[Path], base: Path) -> Iterator[str]:
@@ -156,11 +142,11 @@ def _stamps(files: Sequence[Path], base: Path) -> Iterator[str]:
         yield f"{name.as_posix()}\0{stamp(path)}"
 
 
-def _read_all(files: Sequence[Path], size: int) -> Iterator[Pixels | None]:
-    """Pixels or None, in the order of the files. Pillow lets go of the interpreter, so threads are enough."""
+def _in_threads(work: Callable[[Any], Pixels | None], items: Sequence[Any] | Pixels) -> Iterator[Pixels | None]:
+    """Yields the results in order. Pillow releases the interpreter lock, so threads are enough."""
     with ThreadPoolExecutor(min(16, cores())) as pool:
-        for start in range(0, len(files), _WINDOW):
-            yield from pool.map(partial(_read_or_none, size=size), files[start : start + _WINDOW])
+        for start in range(0, len(items), _WINDOW):
+            yield from pool.map(work, items[start : start + _WINDOW])
 
 
 def _read_or_none(path: Path, size: int) -> Pixels | None:
@@ -173,130 +159,76 @@ def _read_or_none(path: Path, size: int) -> Pixels | None:
 # The cache.
 
 
-def cache_folder() -> Path | None:
-    """`$PERADA_CACHE` or `~/.cache/perada`; None where there can be no such folder."""
-    try:
-        folder = Path(os.environ.get("PERADA_CACHE") or "~/.cache/perada").expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: no home
-        return None
-    return folder
-
-
-def cached(
+def _cached(
     key: Iterable[str],
     count: int,
     size: int,
-    items: Callable[[], Iterable[Pixels | None]],
+    read: Callable[[], Iterable[Pixels | None]],
     check: Callable[[Mask], None],
 ) -> tuple[Pixels, Mask]:
-    """The pixels `[3, size, size]` that `items` yields, as one array `[kept, 3, size, size]`, and which of the
-    `count` items are no None, `[count]`. `check` may refuse the latter, before anything is stored.
+    """Returns the pixels that `read` yields, `[kept, 3, size, size]`, and which of them are not None, `[count]`.
 
-    Two processes that want the same images both decode them, and the later file replaces an equal one. Where
-    nothing can be written the images are held in memory.
+    `check` may refuse the latter, before anything is stored. Two processes that want the same images both decode
+    them, and the later file replaces an equal one. If nothing can be written, the images are kept in memory.
     """
     folder = cache_folder() if count >= CACHE_FROM else None
-    if folder is None:
-        return _in_memory(count, size, items(), check)
-    digest = hashlib.sha256(f"{FORMAT}\0{PIL.__version__}\0{size}\0{count}".encode())
-    for part in key:
-        digest.update(b"\n" + part.encode(errors="surrogateescape"))
-    path = folder / f"images-{digest.hexdigest()}.npy"
-    found = _load(path, count, size)
-    if found is None:
-        try:
-            _store(path, count, size, items(), check)
-        except OSError:  # no rights, or a full disk
-            return _in_memory(count, size, items(), check)
-        found = _load(path, count, size)
-    if found is None:
-        return _in_memory(count, size, items(), check)
-    check(found[1])
-    return found
-
-
-def _in_memory(
-    count: int, size: int, items: Iterable[Pixels | None], check: Callable[[Mask], None]
-) -> tuple[Pixels, Mask]:
-    images = np.empty((count, 3, size, size), np.uint8)
-    kept = np.zeros(count, np.bool_)
-    number = 0
-    for i, pixels in enumerate(items):
+    if folder is not None:
+        digest = hashlib.sha256(f"{FORMAT}\0{PIL.__version__}\0{size}\0{count}".encode())
+        for part in key:
+            digest.update(b"\n" + part.encode(errors="surrogateescape"))
+        path = folder / f"images-{digest.hexdigest()}.npy"
+        stored = _load(path, count, size)
+        if stored is None:
+            with suppress(OSError):  # no rights, or a full disk
+                _store(path, count, size, read(), check)
+            stored = _load(path, count, size)
+        if stored is not None:
+            check(stored[1])
+            return stored
+    images, kept, number = np.empty((count, 3, size, size), np.uint8), np.zeros(count, np.bool_), 0
+    for i, pixels in enumerate(read()):
         if pixels is not None:
-            images[number] = pixels
-            kept[i] = True
+            images[number], kept[i] = pixels, True
             number += 1
     check(kept)
     return images[:number], kept
 
 
-def _header(kept: int, size: int) -> bytes:
-    """An npy header (version 1.0) of a length that does not depend on the number of images, known only at the end."""
-    text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({kept}, 3, {size}, {size}), }}"
-    return b"\x93NUMPY\x01\x00" + (_HEADER - 10).to_bytes(2, "little") + text.ljust(_HEADER - 11).encode() + b"\n"
-
-
 def _store(path: Path, count: int, size: int, items: Iterable[Pixels | None], check: Callable[[Mask], None]) -> None:
-    """Write under a name of our own, then rename: no reader ever sees a part, and a kill leaves only the part."""
-    _sweep(path.parent)
-    handle, name = tempfile.mkstemp(prefix=".images-", suffix=".part", dir=path.parent)
-    part = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as f:
-            kept = np.zeros(count, np.bool_)
-            crc = 0
-            f.write(bytes(_HEADER))
-            for i, pixels in enumerate(items):
-                if pixels is not None:
-                    data = pixels.tobytes()
-                    crc = zlib.crc32(data, crc)
-                    f.write(data)
-                    kept[i] = True
-            check(kept)
-            bits = np.packbits(kept).tobytes()
-            f.write(bits + zlib.crc32(bits, crc).to_bytes(4, "little"))
-            f.seek(0)
-            f.write(_header(int(kept.sum()), size))
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what killed processes left; a living one writes often enough not to look stale."""
-    for part in folder.glob(".images-*.part"):
-        try:
-            if time.time() - part.stat().st_mtime > STALE:
-                part.unlink()
-        except OSError:
-            continue  # somebody else was faster
+    with whole_file(path) as f:
+        kept, crc = np.zeros(count, np.bool_), 0
+        f.write(npy_header((count, 3, size, size)))
+        for i, pixels in enumerate(items):
+            if pixels is not None:
+                data = pixels.tobytes()
+                crc = zlib.crc32(data, crc)
+                f.write(data)
+                kept[i] = True
+        check(kept)
+        bits = np.packbits(kept).tobytes()
+        f.write(bits + zlib.crc32(bits, crc).to_bytes(4, "little"))
+        f.seek(0)
+        f.write(npy_header((int(kept.sum()), 3, size, size)))
 
 
 def _load(path: Path, count: int, size: int) -> tuple[Pixels, Mask] | None:
-    """A whole and undamaged cache file mapped copy-on-write (a read-only array would make torch warn), or None."""
+    """Returns a whole and undamaged cache file, mapped copy-on-write (torch warns about a read-only array), or None."""
     tail = (count + 7) // 8 + 4
     try:
         with path.open("rb") as f:
-            length = f.seek(0, os.SEEK_END)
-            if length < _HEADER + tail:
-                return None
-            f.seek(length - tail)
+            f.seek(-tail, os.SEEK_END)
             bits, wanted = f.read(tail - 4), f.read(4)
             kept = np.unpackbits(np.frombuffer(bits, np.uint8), count=count).astype(np.bool_)
-            number = int(kept.sum())
-            pixels = number * 3 * size * size
+            shape = (int(kept.sum()), 3, size, size)
+            header, left = npy_header(shape), f.tell() - tail
             f.seek(0)
-            if number == 0 or length != _HEADER + pixels + tail or f.read(_HEADER) != _header(number, size):
+            if not shape[0] or left != len(header) + math.prod(shape) or f.read(len(header)) != header:
                 return None
-            crc, left = 0, pixels + len(bits)
-            while left:
-                data = f.read(min(left, 1 << 22))
-                if not data:
-                    return None
+            crc, left = 0, left - len(header)
+            while left and (data := f.read(min(left, 1 << 22))):
                 crc, left = zlib.crc32(data, crc), left - len(data)
-            if crc.to_bytes(4, "little") != wanted:
+            if left or zlib.crc32(bits, crc).to_bytes(4, "little") != wanted:
                 return None
-        return np.memmap(path, np.uint8, "c", _HEADER, (number, 3, size, size)), kept
+        return np.memmap(path, np.uint8, "c", len(header), shape), kept
     except (OSError, ValueError):
         return None

@@ -1,9 +1,8 @@
-"""Splitting a data set among clients. Every function is a pure function of its arguments and generator.
+"""Splitting a data set among clients: pure functions of their arguments and generator.
 
 A partition is a table of counts `[clients, classes]`: how many training samples of each class each client gets.
-`dirichlet_counts`, `iid_counts` and `shard_counts` draw one; `follow` gives validation and test data the same
-proportions; `deal` turns counts into indices. "Classes" of multi-label data are the meta-categories of
-`split.categories`.
+`dirichlet_counts`, `iid_counts` and `shard_counts` draw one, `follow` gives validation and test data the same
+proportions, and `deal` turns counts into indices. The "classes" of multi-label data are those of `split.categories`.
 """
 
 from __future__ import annotations
@@ -12,23 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from .federation import Client, Indices
+from .source import Client, Indices
 
 Counts = NDArray[np.int64]  # [clients, classes]
 Floats = NDArray[np.float64]
 
-LEAST = 2  # training samples that batch norm needs; a simulated client with fewer is fed by others
-SLACK = 2  # samples of a class by which two splits of equal class balance may differ: both were rounded
-STRETCH = 4.0  # `follow` counts no client for more or less than this many times its size to meet proportions
-CLOSE = 0.02  # total variation at which `follow` calls proportions met: nearer would cost client sizes more
-SWEEPS = 200  # after which it stops looking
+LEAST = 2  # training samples that batch norm needs; a simulated client with fewer gets some from others
+SLACK = 2  # samples of a class by which two splits of equal class balance may differ, because both were rounded
+STRETCH = 4.0  # `follow` changes the size of a client by at most this factor to meet proportions
+CLOSE = 0.02  # total variation at which `follow` calls proportions met: less would change client sizes more
+SWEEPS = 200  # after which it stops
 
 
 def largest_remainder(shares: Floats, total: int | Counts) -> Counts:
-    """Whole numbers proportional to `shares` `[..., k]` that sum to `total` `[...]` along the last axis.
-
-    Ties go to the lower index.
-    """
+    """Returns whole numbers proportional to `shares` `[..., k]`, which sum to `total` `[...]`; ties go low."""
     wanted = np.asarray(total, np.int64)
     exact = shares / shares.sum(-1, keepdims=True) * wanted[..., None]
     counts: Counts = np.floor(exact).astype(np.int64)
@@ -42,7 +38,7 @@ def _enough(total: int, clients: int, at_least: int = LEAST) -> None:
     if total < clients * at_least:
         raise InputError(
             f"{clients} clients need {at_least} training samples each but there are {total}: "
-            "lower data.clients or use more data"
+            "lower DataOptions.clients or use more data"
         )
 
 
@@ -55,19 +51,19 @@ def dirichlet_counts(
     at_least: int = LEAST,
     min_per_class: int = 0,
 ) -> Counts:
-    """How many samples of each class each client gets, `[clients, classes]`; columns sum to `supply` `[classes]`.
+    """Returns the samples per client and class, `[clients, classes]`; columns sum to `supply` `[classes]`.
 
-    Everybody first gets `min_per_class` of each class; what is left of a class is dealt out by its own draw from
-    Dir(α). With `cap`, a client that has reached N/M samples takes no part in the classes still to come, so it
-    ends with less than N/M and its last class. A client left with fewer than `at_least` is fed by others.
+    Every client first gets `min_per_class` of each class. The rest of a class is dealt by its own draw from Dir(α).
+    With `cap`, a client that has N/M samples gets nothing of the classes still to come, so it ends with less than
+    N/M plus its last class. A client with fewer than `at_least` gets some from others.
     """
     total = int(supply.sum())
     _enough(total, clients, at_least)
     if min_per_class and supply.min() < clients * min_per_class:
         raise InputError(
-            f"data.min_per_class={min_per_class} needs {clients * min_per_class} training samples of each class for "
-            f"{clients} clients, but class {int(supply.argmin())} has {int(supply.min())}: lower data.min_per_class "
-            "or data.clients"
+            f"DataOptions.min_per_class={min_per_class} needs {clients * min_per_class} training samples of each class "
+            f"for {clients} clients, but class {int(supply.argmin())} has {int(supply.min())}: lower it, or "
+            "DataOptions.clients"
         )
     counts = np.full((clients, len(supply)), min_per_class, np.int64)
     rest = supply - clients * min_per_class
@@ -83,7 +79,7 @@ def dirichlet_counts(
 
 
 def _dirichlet(alpha: float, clients: int, rng: np.random.Generator) -> Floats:
-    """Dir(α) `[clients]` through logarithms of gamma draws, so that a tiny α gives one winner, not 0/0."""
+    """Draws Dir(α) `[clients]` through logarithms of gamma draws, so that a tiny α gives one winner, not 0/0."""
     logs = np.log(rng.gamma(alpha + 1.0, size=clients)) + np.log(1.0 - rng.random(clients)) / max(alpha, 1e-12)
     raw = np.exp(logs - logs.max())
     shares: Floats = raw / raw.sum()
@@ -91,7 +87,7 @@ def _dirichlet(alpha: float, clients: int, rng: np.random.Generator) -> Floats:
 
 
 def iid_counts(supply: Counts, clients: int, rng: np.random.Generator) -> Counts:
-    """All samples shuffled and cut into parts whose sizes differ by at most one, `[clients, classes]`."""
+    """Returns counts of all samples shuffled and cut into parts whose sizes differ by at most one."""
     total = int(supply.sum())
     _enough(total, clients)
     shuffled = rng.permutation(np.repeat(np.arange(len(supply)), supply))
@@ -99,18 +95,18 @@ def iid_counts(supply: Counts, clients: int, rng: np.random.Generator) -> Counts
 
 
 def shard_counts(supply: Counts, clients: int, shards: int, rng: np.random.Generator) -> Counts:
-    """McMahan et al.: samples sorted by label, cut into `clients · shards` equal runs, `shards` of them a client.
+    """Returns counts of samples sorted by label, cut into equal runs, `shards` runs per client (McMahan et al.).
 
-    `[clients, classes]`. A shard that lies across the end of a class holds two labels (more, where classes are
-    smaller than a shard); where shards divide the classes evenly a client has at most `shards` labels.
+    A run across the end of a class has two labels (more, if classes are smaller than a run). If runs divide the
+    classes evenly, a client has at most `shards` labels.
     """
     total = int(supply.sum())
     _enough(total, clients)
     pieces = clients * shards
     if total < pieces:
         raise InputError(
-            f"{clients} clients with data.shards={shards} need {pieces} training samples but there are {total}: "
-            "lower data.shards or data.clients"
+            f"{clients} clients with DataOptions.shards={shards} need {pieces} training samples but there are {total}: "
+            "lower it, or DataOptions.clients"
         )
     owner = rng.permutation(pieces) // shards
     ordered = np.repeat(np.arange(len(supply)), supply)
@@ -118,27 +114,26 @@ def shard_counts(supply: Counts, clients: int, shards: int, rng: np.random.Gener
 
 
 def _parts(total: int, parts: int) -> Indices:
-    """The part `[total]` of each of `total` places when cut into runs whose lengths differ by at most one."""
+    """Returns the part of each of `total` places, `[total]`, cut into runs whose lengths differ by at most one."""
     return np.arange(total) * parts // total
 
 
 def _table(owner: Indices, labels: Indices, clients: int, classes: int) -> Counts:
-    """Counts `[clients, classes]` of samples with these owners and labels, both `[n]`."""
+    """Returns the counts `[clients, classes]` of samples with these owners and labels, both `[n]`."""
     return np.bincount(owner * classes + labels, minlength=clients * classes).reshape(clients, classes)
 
 
 def feed(counts: Counts, at_least: int, own: Counts) -> Counts:
-    """Move samples to clients with fewer than `at_least`: of a class the client trains on (`own`, `[clients,
-    classes]`) where there is one, from the client that has the most of it.
+    """Moves samples to clients with fewer than `at_least`, from the client that has the most of a class.
 
-    Exactly as many moves as samples are missing: with enough in all, while one client has too few another has
-    more than enough.
+    The class is one that the client trains on (`own`, `[clients, classes]`), if there is one to give. Only as many
+    samples move as are missing: while one client has too few, another has more than enough.
     """
     counts = counts.copy()
     sizes = counts.sum(1)
     if sizes.sum() < at_least * len(counts):
         raise InputError(
-            f"{int(sizes.sum())} samples cannot give each of {len(counts)} clients {at_least}: lower data.clients"
+            f"{len(counts)} clients cannot get {at_least} of {int(sizes.sum())} samples: lower DataOptions.clients"
         )
     for client in np.repeat(np.arange(len(counts)), np.maximum(at_least - sizes, 0)):
         given = np.where(sizes[:, None] > at_least, counts, 0)
@@ -152,18 +147,17 @@ def feed(counts: Counts, at_least: int, own: Counts) -> Counts:
 
 
 def follow(train: Counts, supply: Counts, at_least: int = 0) -> Counts:
-    """Another split's counts `[clients, classes]` in each client's training proportions; columns sum to `supply`.
+    """Returns another split's counts in each client's training proportions; columns sum to `supply`.
 
-    Each class is dealt out in proportion to the clients' training counts of it, by largest remainder. Where the
-    split has the class balance of the training data, that gives every client its own training proportions.
+    Each class is dealt in proportion to the clients' training counts of it, by largest remainder. If the split has
+    the class balance of the training data, every client gets its own training proportions.
 
-    Where it has not, the clients' totals are rescaled (`_rescaled`) until the proportions are met. They cannot be
-    met by all if every sample is to be used and, say, all clients train on few samples of a class of which the
-    test set is full: what is too much or too little of a class is then shared in proportion by those who train on
-    it. A class that nobody trains on is dealt out evenly.
+    If not, the clients' totals are rescaled (`_rescaled`) until the proportions are met. Not all can be met if, say,
+    all clients train on few samples of a class that fills the test set. Those who train on such a class then share
+    the difference in proportion. A class without training samples is dealt evenly.
 
-    With equal balance a client's count of a class is within one of the largest-remainder rounding of its own
-    proportions; where rounding class by class misses that, what a client lost in one class counts in the next.
+    With equal balance, a count is within one of the largest-remainder rounding of the client's own proportions. If
+    rounding class by class misses that, what a client lost in one class counts in the next (`_carried`).
     """
     even = supply.sum() * train.sum(0) / max(1, int(train.sum()))
     alike = bool((np.abs(supply - even) <= SLACK).all())
@@ -172,17 +166,17 @@ def follow(train: Counts, supply: Counts, at_least: int = 0) -> Counts:
     out = largest_remainder(shares.T, supply).T
     if _strays(out, train):
         carried = _carried(shares / shares.sum(0) * supply, supply)
-        out = min(out, carried, key=lambda found: _strays(found, train))
+        out = min(out, carried, key=lambda counts: _strays(counts, train))
     return feed(out, at_least, train)
 
 
 def _rescaled(train: Counts, supply: Counts) -> Floats:
-    """Shares of each class `[clients, classes]` with the clients' totals chosen so that proportions are met.
+    """Returns shares of each class `[clients, classes]`, with clients' totals chosen to meet the proportions.
 
-    We look for totals n >= 0 with sum_m n_m p_mc = supply_c, p being the training proportions. A sweep deals out
-    all of the supply by the present totals, and what a client then has is its next total: the EM steps of a
-    mixture with known components, which come ever nearer to a solution and change nothing once there. Starting
-    from the training sizes and stopping when near enough keeps the totals close to those.
+    We look for totals n >= 0 with sum_m n_m p_mc = supply_c, where p are the training proportions. A sweep deals all
+    of the supply by the present totals, and what a client then has is its next total. These are the EM steps of a
+    mixture with known components, which converge to a solution. They start from the training sizes and stop when
+    near enough, so totals stay close to those sizes.
     """
     size = train.sum(1)
     own = train / np.maximum(size, 1)[:, None]
@@ -191,25 +185,25 @@ def _rescaled(train: Counts, supply: Counts) -> Floats:
     for _ in range(SWEEPS):
         shares: Floats = totals[:, None] * own
         dealt = shares * (supply / np.maximum(shares.sum(0), 1e-300))
-        held = dealt.sum(1)
-        wrong = 0.5 * np.abs(dealt - held[:, None] * own).sum(1)  # samples of a client that are of another class
-        if (wrong <= np.maximum(CLOSE * held, 1.0)).all():  # one is what rounding costs anyway
+        sums = dealt.sum(1)
+        wrong = 0.5 * np.abs(dealt - sums[:, None] * own).sum(1)  # samples of a client that are of another class
+        if (wrong <= np.maximum(CLOSE * sums, 1.0)).all():  # rounding costs one anyway
             break
-        totals = np.clip(held, start / STRETCH, start * STRETCH)
+        totals = np.clip(sums, start / STRETCH, start * STRETCH)
     return shares
 
 
 def _strays(counts: Counts, train: Counts) -> int:
-    """How many counts are more than one off the largest-remainder rounding of the client's training proportions."""
-    holds = train.sum(1) > 0
-    wanted = largest_remainder(train[holds].astype(np.float64), counts[holds].sum(1))
-    return int((np.abs(counts[holds] - wanted) > 1).sum())
+    """Returns how many counts are more than one off the rounding of the client's training proportions."""
+    some = train.sum(1) > 0
+    wanted = largest_remainder(train[some].astype(np.float64), counts[some].sum(1))
+    return int((np.abs(counts[some] - wanted) > 1).sum())
 
 
 def _carried(exact: Floats, supply: Counts) -> Counts:
-    """`exact` `[clients, classes]` rounded up or down, columns to `supply`, with rows close to their sums, too.
+    """Returns `exact` `[clients, classes]` rounded so that columns sum to `supply` and rows stay close to their sums.
 
-    Class by class, large ones first, those are rounded up who have the largest remainder and what they lost before.
+    Class by class, large ones first, it rounds up the clients with the largest sum of remainder and earlier losses.
     """
     exact = np.where(np.abs(exact - np.rint(exact)) < 1e-9, np.rint(exact), exact)  # whole numbers stay as they are
     out: Counts = np.floor(exact).astype(np.int64)
@@ -223,14 +217,14 @@ def _carried(exact: Floats, supply: Counts) -> Counts:
 
 
 def deal(counts: Counts, labels: NDArray[np.int64], pool: Indices, rng: np.random.Generator) -> list[Indices]:
-    """The samples of `pool` `[n]` (with labels `labels[pool]`) as one sorted index list a client, by `counts`."""
+    """Returns the samples of `pool` `[n]` as one sorted index list per client, by `counts`."""
     mine = np.concatenate([rng.permutation(pool[labels[pool] == label]) for label in range(counts.shape[1])])
     owner = np.concatenate([np.repeat(np.arange(len(counts)), column) for column in counts.T])
     return np.split(mine[np.lexsort((mine, owner))], np.cumsum(counts.sum(1))[:-1])
 
 
 def holdout(labels: NDArray[np.int64], pool: Indices, fraction: float, rng: np.random.Generator) -> Indices:
-    """A stratified part of `pool` `[n]`: `fraction` of it, dealt over the classes by largest remainder."""
+    """Returns a stratified part of `pool` `[n]`: `fraction` of it, spread over the classes by largest remainder."""
     total = round(fraction * len(pool))
     if total == 0:
         return pool[:0]
@@ -247,33 +241,11 @@ def hand_out(
     test: Indices,
     rng: np.random.Generator,
 ) -> tuple[Client, ...]:
-    """Clients with `counts` of the training data, and validation and test data in the same proportions."""
+    """Returns clients with `counts` of the training data, and validation and test data in the same proportions."""
     clients, classes = counts.shape
     parts = [deal(counts, labels, train, rng)]
     for pool in (val, test):
-        held = follow(counts, np.bincount(labels[pool], minlength=classes), at_least=1 if len(pool) >= clients else 0)
-        parts.append(deal(held, labels, pool, rng))
+        same = follow(counts, np.bincount(labels[pool], minlength=classes), at_least=1 if len(pool) >= clients else 0)
+        parts.append(deal(same, labels, pool, rng))
     width = max(2, len(str(clients - 1)))
     return tuple(Client(f"client-{i:0{width}d}", a, b, c) for i, (a, b, c) in enumerate(zip(*parts, strict=True)))
-
-
-def dirichlet(
-    labels: NDArray[np.int64],
-    train: Indices,
-    val: Indices,
-    test: Indices,
-    clients: int,
-    alpha: float,
-    rng: np.random.Generator,
-    cap: bool = True,
-    min_per_class: int = 0,
-) -> tuple[Client, ...]:
-    """Dir(α) over labels; a client's validation and test data follow its training proportions."""
-    supply = np.bincount(labels[train], minlength=int(labels.max()) + 1)
-    counts = dirichlet_counts(supply, clients, alpha, rng, cap, min_per_class=min_per_class)
-    return hand_out(counts, labels, train, val, test, rng)
-
-
-def by_site(sites: NDArray[np.str_], train: Indices, val: Indices, test: Indices) -> tuple[Client, ...]:
-    """One client per site, each with its own data."""
-    return tuple(Client(str(s), *(part[sites[part] == s] for part in (train, val, test))) for s in np.unique(sites))

@@ -1,19 +1,100 @@
-"""The server's public images in chunks of equal size."""
+"""The server's public images: where they come from, and how they are read in chunks of equal size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from ..lanes import LaneModel, Stem
-from .federation import Federation
+from ..plugins import PATH, called, find
+from .arrays import npz, pixels_of
+from .cifar import stl10_public
+from .digits import digits, glyphs
+from .federation import Federation, writable
+from .folder import unlabelled
+from .images import resized
+from .named import GIVEN, GROUP, SOURCES, data_home, place_of
+from .options import DataOptions
+from .source import Pixels, Source
+
+VALIDATION = "validation"  # the clients' own validation data, which only a simulation can ask for
+PUBLIC = ("none", "glyphs", "digits", "cifar10", "cifar100", "stl10", VALIDATION, GIVEN)
+
+
+def is_public_name(name: str) -> bool:
+    """Returns whether `Distill.data` is a name, and not a path."""
+    return name in PUBLIC or bool(PATH.fullmatch(name) or entry_points(group=GROUP, name=name))
+
+
+def public_images(name: str, size: int, root: str = "") -> Tensor | None:
+    """Returns public images, uint8 `[n, C, size, size]`, without labels; None for "none".
+
+    name: one of `PUBLIC`, a folder of images, an `.npz` file, or a function of another package. A known data set is
+    looked for beside the clients' data (`root`), then at `data_home()`.
+    """
+    if name == "none":
+        return None
+    images = _read(name, size, root)
+    if images.shape[2:] != (size, size) and name != "glyphs":
+        images = resized(images, size)
+    return torch.from_numpy(writable(images))
+
+
+def _read(name: str, size: int, root: str) -> Pixels:
+    if name == GIVEN:
+        raise InputError("the public images were given from Python: give them again, as public=")
+    if name == "glyphs":
+        return glyphs()
+    if name == "digits":
+        return digits().images
+    if name in PUBLIC:
+        home = place_of(name, root)
+        if home is None:
+            raise InputError(
+                f"Distill.data={name}: it is neither beside the clients' data nor in {data_home()}: run perada data "
+                f"get {name}, or set Distill.steps=0"
+            )
+        return stl10_public(home, size) if name == "stl10" else _training(SOURCES[name](DataOptions(name, home)))
+    if Path(name).suffix.lower() == ".npz":
+        return _training(npz(name))
+    if Path(name).expanduser().is_dir():
+        return unlabelled(name, size)
+    if not is_public_name(name):
+        raise InputError(f"Distill.data: {name!r} is not a folder with images, nor one of: {', '.join(PUBLIC)}")
+    data = called("public data", name, find("public data", GROUP, name, {}), DataOptions(name, size=size))
+    return _training(data) if isinstance(data, Source) else pixels_of(f"public data {name!r}", data)
+
+
+def _training(source: Source) -> Pixels:
+    """Returns the official training images, in the order of their files."""
+    return source.images if source.test is None else source.images[~source.test]
+
+
+def as_public(images: Any, federation: Federation) -> Tensor:
+    """Returns public images as uint8 `[n, C, H, W]`, or refuses them in one line.
+
+    images: an array or a tensor, as `Federation.from_arrays` takes it, as large as the clients' images.
+    """
+    ready = (
+        isinstance(images, Tensor) and images.dtype == torch.uint8 and images.dim() == 4 and images.shape[1] in (1, 3)
+    )
+    public: Tensor = images if ready else torch.from_numpy(writable(pixels_of("public images", images)))
+    size, clients = tuple(public.shape[2:]), tuple(federation.images.shape[2:])
+    if size != clients:
+        raise InputError(f"public images are {size} pixels and the clients' {clients}")
+    if len(public) < 2:
+        raise InputError("distillation needs at least two public images: batch norm cannot normalise one")
+    return public
 
 
 class Chunks(Sequence[Any]):
-    """Held as bytes, prepared when asked for, as the clients' images are."""
+    """Public images in chunks, kept as bytes and prepared like the clients' images when they are asked for."""
 
     def __init__(self, federation: Federation, images: Tensor, chunks: Tensor, dtype: torch.dtype) -> None:
         self.federation, self.images, self.dtype = federation, images, dtype
@@ -21,7 +102,7 @@ class Chunks(Sequence[Any]):
         self.stems: Stem | None = None  # of all chunks
 
     def keep_stems(self, model: LaneModel, room: int) -> None:
-        """Images that are never augmented give the same behind a frozen first layer: kept, if `room` bytes will do."""
+        """Keeps what a frozen first layer makes of the images, if `room` bytes will do: they are never augmented."""
         first = model.stem(self._prepared(self.chunks[0]))
         if isinstance(first, Stem) and first.bytes * len(self) <= room:
             self.stems = Stem.joined([first, *(model.stem(self._prepared(c)) for c in self.chunks[1:])])  # type: ignore[list-item]
@@ -33,7 +114,7 @@ class Chunks(Sequence[Any]):
         return self.at(torch.tensor([at], device=self.chunks.device))
 
     def at(self, number: Tensor) -> Tensor | Stem:
-        """The chunk of this number, int64 `[1]`, prepared, `[B, 3, H, W]`, or what the first layer makes of it."""
+        """Returns the chunk of this number, int64 `[1]`: prepared, `[B, 3, H, W]`, or behind the first layer."""
         if self.stems is not None:
             return self.stems.seen(number)
         return self._prepared(self.chunks[number])

@@ -1,4 +1,4 @@
-"""From a source to clients: what is held out, what the classes of a partition are, who gets which part."""
+"""From a source to clients: what is held out, what the classes of a partition are, and who gets which part."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..lanes import rng_of
-from .federation import Client, Indices, Source
-from .partition import Counts, by_site, dirichlet_counts, hand_out, holdout, iid_counts, shard_counts
+from .partition import Counts, dirichlet_counts, hand_out, holdout, iid_counts, shard_counts
+from .source import Client, Indices, Mask, Source
 
 if TYPE_CHECKING:
-    from . import DataOptions
-
-Mask = NDArray[np.bool_]
+    from .options import DataOptions
 
 
 def split(source: Source, options: DataOptions) -> tuple[tuple[Client, ...], Indices]:
-    """The clients and the server's labelled part: test data (the official ones where there are any), then
-    validation data and the server's part, then who gets what. Every sample goes to exactly one of them.
+    """Returns the clients and the server's labelled part; every sample goes to exactly one of them.
 
-    A sample declared to be both test and validation data is test data.
+    Test data (the official ones, if there are any) are taken first, then validation data, then the server's part. The
+    clients get the rest. A sample that is declared for both test and validation is test data.
     """
     rng = rng_of(options.seed, "split")
     every = np.arange(len(source.images))
@@ -34,7 +32,7 @@ def split(source: Source, options: DataOptions) -> tuple[tuple[Client, ...], Ind
     labels = categories(source, free, options.meta_min)
     if options.partition == "site":
         return _by_site(source, options, labels, (free, declared_val, declared_test), rng)
-    test, val, train = _held(labels, free, declared_test, declared_val, options, rng)
+    test, val, train = _hold_out(labels, free, declared_test, declared_val, options, rng)
     server = holdout(labels, train, options.server_val, rng) if options.server_val else train[:0]
     train = np.setdiff1d(train, server)
     labels = categories(source, train, options.meta_min)
@@ -43,30 +41,32 @@ def split(source: Source, options: DataOptions) -> tuple[tuple[Client, ...], Ind
 
 
 def fingerprint(source: Source, clients: Sequence[Client], server: Indices) -> str:
-    """Another one where other images are at a client, or in another of its parts. Images are told apart by their
-    files' names, or, where there are no files, by their places and labels."""
+    """Returns a hash of which images are in which part of which client.
+
+    Images are identified by the names of their files or, without files, by their places and labels.
+    """
     parts = [(c.name, part) for c in clients for part in (c.train, c.val, c.test)]
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for owner, part in (*parts, ("", server)):
-        found.update(f"{len(part)} {owner}\n".encode())
+        digest.update(f"{len(part)} {owner}\n".encode())
         if source.names is None:
-            found.update(part.astype("<i8").tobytes() + source.targets[part].tobytes())
+            digest.update(part.astype("<i8").tobytes() + source.targets[part].tobytes())
         else:
-            found.update("\n".join(source.names[i] for i in part).encode(errors="surrogateescape"))
-    return found.hexdigest()
+            digest.update("\n".join(source.names[i] for i in part).encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
 def categories(source: Source, train: Indices, least: int) -> NDArray[np.int64]:
-    """What a partition is over, int64 `[N]`: the labels, or a multi-label data set's meta-categories.
+    """Returns the classes of a partition, int64 `[N]`: the labels, or categories of multi-label data.
 
     Each combination of labels that at least `least` samples of `train` have is a category, in the order of the
-    combinations as binary numbers; all other samples are one more. With fewer than two categories the clients of
-    a Dirichlet partition differ in size, not in what they hold.
+    combinations as binary numbers. All other samples are one more category. With fewer than two categories, the
+    clients of a Dirichlet partition differ in size, not in what they hold.
     """
     if not source.multilabel:
         return source.targets.astype(np.int64)
     combinations, which = np.unique(source.targets, axis=0, return_inverse=True)
-    which = which.reshape(-1)  # numpy 2.0 alone gives [N, 1]
+    which = which.reshape(-1)  # only numpy 2.0 gives [N, 1]
     often = np.bincount(which[train], minlength=len(combinations)) >= least
     number = np.where(often, np.cumsum(often) - 1, often.sum())
     return number.astype(np.int64)[which]
@@ -76,7 +76,7 @@ def _marked(mask: Mask | None, pool: Indices) -> Indices:
     return pool[:0] if mask is None else pool[mask[pool]]
 
 
-def _held(
+def _hold_out(
     labels: NDArray[np.int64],
     free: Indices,
     test: Indices,
@@ -85,10 +85,10 @@ def _held(
     rng: np.random.Generator,
     left: float | None = None,
 ) -> tuple[Indices, Indices, Indices]:
-    """Test, validation and training data: what is declared (`test`, `val`), and else a share of the `free`.
+    """Returns test, validation and training data: the declared ones (`test`, `val`), or else a share of the `free`.
 
-    Where test data are held out, `data.val` is a share of what there was before; `left`, else counted, is the
-    share the test data leave.
+    If test data are held out, `DataOptions.val` is a share of what there was before. `left` is the share that the
+    test data leave; by default it is counted.
     """
     before = 1.0
     if not len(test):
@@ -103,7 +103,7 @@ def _held(
 
 
 def _counts(supply: Counts, options: DataOptions, rng: np.random.Generator) -> Counts:
-    """Training samples of each class at each client, `[clients, classes]`."""
+    """Returns the training samples per client and class, `[clients, classes]`."""
     if options.partition == "iid":
         return iid_counts(supply, options.clients, rng)
     if options.partition == "shards":
@@ -120,25 +120,23 @@ def _by_site(
     pools: tuple[Indices, Indices, Indices],
     rng: np.random.Generator,
 ) -> tuple[tuple[Client, ...], Indices]:
-    """Each site keeps its declared splits; one without test or validation data of its own holds some out.
+    """Gives each site its own data and declared splits; a site without test or validation data holds some out.
 
-    What it holds out hangs on its name and not on who else there is: alone on its own machine it does the same.
+    What a site holds out depends on its name and not on the other sites: alone on its own machine it does the same.
     """
     if source.site is None:
         raise InputError(
-            "data.partition=site needs site/class/image folders, or a manifest with a column of sites (data.site); "
-            "simulate sites with "
-            "--set data.partition=dirichlet --set data.clients=N"
+            "DataOptions.partition=site needs site/class/image folders, or a manifest with a column of sites "
+            "(DataOptions.site): to simulate sites, set DataOptions.partition=dirichlet and DataOptions.clients=N"
         )
     free, declared_val, declared_test = pools
     site = source.site
-    parts = []
-    for name in np.unique(site):
+    names, parts = np.unique(site), []
+    for name in names:
         mine, val, test = (pool[site[pool] == name] for pool in (free, declared_val, declared_test))
         own = rng_of(options.seed, "split", str(name))
-        parts.append(_held(labels, mine, test, val, options, own, left=1 - options.test))
-    held, kept, train = (np.concatenate(part) for part in zip(*parts, strict=True))
-    train = np.sort(train)
+        parts.append(_hold_out(labels, mine, test, val, options, own, left=1 - options.test))
+    train = np.sort(np.concatenate([train for *_, train in parts]))
     server = holdout(labels, train, options.server_val, rng) if options.server_val else train[:0]
-    train = np.setdiff1d(train, server)
-    return by_site(site, train, kept, held), server
+    each = zip(names, parts, strict=True)
+    return tuple(Client(str(n), np.setdiff1d(train, server), val, test) for n, (test, val, train) in each), server

@@ -1,4 +1,4 @@
-"""Test sets beside the clients' own: corrupted copies of Global-test, and the published CIFAR ones."""
+"""Further test sets: corrupted copies of Global-test, and the published ones of CIFAR-10."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import InputError, unknown
+from .cache import cache_folder
 from .cifar import cifar10_1, cifar10_c
 from .corruptions import CORRUPTIONS, SEVERITIES, Progress, corrupted
 from .federation import Federation
-from .images import Pixels, cache_folder
+from .source import Pixels
 
 NAMES = ("shifted", *CORRUPTIONS, "cifar10.1", "cifar10-c")
 _CACHED = 1 << 22  # bytes of a test set from which its corrupted copies are worth keeping on disk
@@ -26,11 +27,11 @@ def named_sets(
     severities: Sequence[int] = SEVERITIES,
     progress: Progress | None = None,
 ) -> Iterator[tuple[Pixels, Tensor]]:
-    """uint8 images `[n, C, H, W]` and their targets: one set, or several whose scores are averaged.
+    """Yields uint8 images `[n, C, H, W]` and their targets: one set, or several whose scores are averaged.
 
     name: `fog` or `fog:3` for Global-test corrupted here; `shifted` or `shifted:3` for all 19 corruptions of it;
     `cifar10.1`; `cifar10-c`, `cifar10-c:fog` or `cifar10-c:fog:3` for the published files, below `root`.
-    A name without a severity has all of `severities`. `progress` is told of corrupted copies.
+    A name without a severity has all of `severities`. `progress` is called per corrupted copy.
     """
     head, *rest = name.split(":")
     if head not in NAMES:
@@ -46,12 +47,12 @@ def named_sets(
     levels = list(severities)
     if rest:
         if rest[0] not in map(str, SEVERITIES):
-            raise InputError(f"{name!r}: write a severity from 1 to 5 behind the colon")
+            raise InputError(f"{name!r}: write a severity from 1 to 5 after the colon")
         levels = [int(rest[0])]
     _no_more(name, rest[1:])
     if head == "cifar10-c":
         return (_official(federation, *cifar10_c(root, k, s)) for k in kinds for s in levels)
-    order = np.sort(federation.test)  # the same images in another split are corrupted alike, and cached once
+    order = np.sort(federation.test)  # so another split of the same images gives the same copies, cached once
     images, back = federation.take(order).cpu().numpy(), np.searchsorted(order, federation.test)
     targets = federation.labels(federation.test)
     home = cache_folder() if images.nbytes >= _CACHED else None
@@ -61,7 +62,7 @@ def named_sets(
 
 def _no_more(name: str, rest: Sequence[str]) -> None:
     if rest:
-        raise InputError(f"{name!r}: nothing is known by {':'.join(rest)!r} there")
+        raise InputError(f"{name!r}: {':'.join(rest)!r} has no meaning there")
 
 
 def _official(federation: Federation, images: Pixels, labels: NDArray[np.int64]) -> tuple[Pixels, Tensor]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config import Config, from_tables, presets, resolve, section
-from ..data import PUBLIC, VALIDATION
+from ..data import VALIDATION, is_public_name
 from ..data.images import IMAGENET
 from ..errors import InputError, unknown
 from ..methods import hyperparameters
-from ..models import WEIGHTS
+from ..models import WEIGHTS, names_code
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN = re.compile(rf"{NAME.pattern}-[0-9a-f]{{8}}")  # `records.open_run` makes them
@@ -130,9 +130,9 @@ def _run_config(file: Path, tables: dict[str, Any], federation: FederationOption
         if not isinstance(values, dict):
             raise InputError(f"{file}: [{name}] must be a section, not a value")
         overrides |= {f"{name}.{key}": value for key, value in values.items()}
-    for key, words in (("model.weights", WEIGHTS), ("distill.data", PUBLIC)):
+    for key, is_name in (("model.weights", WEIGHTS.__contains__), ("distill.data", is_public_name)):
         value = overrides.get(key)
-        if isinstance(value, str) and value not in words:
+        if isinstance(value, str) and not is_name(value):
             overrides[key] = str(file.parent / Path(value).expanduser())
     for key in overrides:
         if key.startswith("data.") and key.removeprefix("data.") not in ("size", "val", "test", "seed", *SHARED_DATA):
@@ -252,6 +252,8 @@ class Plan:
             classes = tuple(map(str, found["classes"]))
             if config.model.weights not in MADE_ANYWHERE or config.distill.data != "none" or config.data.root:
                 raise ValueError("it names files or downloads, which a server has no say in at a site")
+            if names_code(config.model.backbone) or names_code(config.model.adapter):
+                raise ValueError("it names a module to import, which a server has no say in at a site")
             if not SHA256.fullmatch(found["backbone"]):
                 raise ValueError("backbone is no sha256")
         except (ValueError, KeyError, TypeError, AttributeError) as error:

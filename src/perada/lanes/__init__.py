@@ -1,10 +1,10 @@
-"""Folding: K copies of what is trained, one pass through what is frozen.
+"""Folding: K copies of what is trained, in one pass through what is frozen.
 
-Knows nothing of federated learning. See docs/architecture.md.
+This package knows nothing of federated learning. See docs/architecture.md.
 """
 
-from .convert import adapt, default_groups
-from .fast import fast_kernels, get_ready, side_by_side
+from .context import Norm
+from .convert import convert, default_groups, is_resnet, last_linear, parent_of
 from .gradient import Batch, Gradient, Loss, Options
 from .layers import (
     LaneBatchNorm,
@@ -12,11 +12,12 @@ from .layers import (
     LaneDropout,
     LaneLayerNorm,
     LaneLinear,
-    Norm,
     ResidualAdapter,
 )
 from .memory import bytes_per_lane
 from .model import NOTHING, Group, LaneModel, divide
+from .ops import get_ready, normalised, ops_for, side_by_side
+from .optim import Pull, adam, adam_states, sgd
 from .pool import Pool
 from .random import fold, key_of, rng_of, uniform
 from .state import (
@@ -37,7 +38,7 @@ from .state import (
     stack,
 )
 from .stem import Stem
-from .train import Batches, Pull, Result, Update, loop, sgd
+from .train import Batches, Result, Update, loop
 
 __all__ = [
     "NOTHING",
@@ -61,22 +62,28 @@ __all__ = [
     "State",
     "Stem",
     "Update",
-    "adapt",
+    "adam",
+    "adam_states",
     "bytes_per_lane",
+    "convert",
     "default_groups",
     "divide",
-    "fast_kernels",
     "flattened",
     "fold",
     "gather",
     "get_ready",
+    "is_resnet",
     "join",
     "key_of",
+    "last_linear",
     "loop",
     "mean",
     "merge",
     "mix",
+    "normalised",
     "on_cpu",
+    "ops_for",
+    "parent_of",
     "part",
     "repeat",
     "rng_of",

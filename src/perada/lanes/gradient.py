@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .fast import fast_kernels
-from .layers import Norm
+from .context import Norm, Slots
 from .model import Group, LaneModel
-from .state import State, views
+from .ops import Change
+from .state import State, like, views
 from .stem import Stem
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -24,66 +24,67 @@ class Batch:
 
     images: Tensor | Stem  # [k·B, C, H, W]
     targets: Tensor  # [k, B] class indices, or [k, B, labels] of zeros and ones
-    weights: Tensor | None  # [k, B]; None: all ones, as they are unless samples are drawn at random (Poisson sampling)
+    weights: Tensor | None  # [k, B]; None: all ones, as always except where samples are drawn at random (Poisson)
     keys: Tensor  # int64 [k], the lanes' random keys of this step
 
 
 @dataclass(frozen=True)
 class Options:
-    """SGD's settings that are the same for all lanes. `clip` bounds the norm of a lane's gradient of the loss."""
+    """Settings of SGD that all lanes share. `clip` bounds the norm of a lane's gradient of the loss."""
 
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip: float | None = None
     norm: Norm = "train"
-    widths: tuple[int, ...] | None = None  # lane counts a step may run with; None: exactly the active lanes
+    widths: tuple[int, ...] | None = None  # the lane counts that a step may have; None: exactly the active lanes
 
 
 class Gradient:
-    """One step's mini-batch of k lanes: `gradient(state)` may be asked as often as a method needs it."""
+    """One step of k lanes: its mini-batch, its losses, and the changes that wait for its end.
+
+    A method calls `gradient(state)` as often as it needs.
+    """
 
     def __init__(self, model: LaneModel, batch: Batch, loss: Loss, lanes: Tensor, options: Options) -> None:
         self.model, self.batch, self.loss, self.options = model, batch, loss, options
-        self.lanes = lanes  # int64 [k], which lanes these are
+        self.ops = model.context.ops
+        self.lanes = lanes  # int64 [k], the numbers of these lanes
         self.losses: Tensor | None = None  # [k], of the first call
-        self.totals: list[Tensor] = []  # [k] each: a lane is finite if its numbers in all of them are
-        self.pending: list[Callable[[Tensor], None]] = []  # told which lanes move, bool [k]: they write over parameters
-        self.summed: set[int] = set()  # the new tensors (their id) whose totals are there already
-        self.flat: Tensor | None = None  # the last call's gradients side by side, as the parameters lie
+        self.totals: list[Tensor] = []  # [k] each, of later calls: a lane is finite if all its totals are
+        self.changes: list[Change] = []  # written when it is known which lanes move
+        self.flat: Tensor | None = None  # the last call's gradients in one tensor, where the state is flat
 
     def __call__(self, state: State, of: Group | None = None) -> tuple[dict[str, Tensor], State]:
-        """Gradients of the lanes' mean losses, clipped and with weight decay, and the state with its running
-        statistics brought up to date. `of` leaves out all that is not in this group, statistics too."""
-        fresh, slots = self._copy(state), {}
-        params = fresh.params
+        """Returns the gradients of the lanes' mean losses, clipped and with weight decay; and the state with updated
+        running statistics. With `of`, only this group has gradients and new statistics."""
+        fresh = self._copy(state)
+        params, places = fresh.params, dict[str, Tensor]()
         names = [n for n in params if n not in self.model.inert and (of is None or n in of.params)]
         leaves = [params[n].requires_grad_() for n in names]
         if fresh.flat is not None:
             self.flat = torch.zeros_like(fresh.flat[0])
-            slots = views(params, self.flat)
-            for name in names:
-                params[name].slot = slots[name]  # type: ignore[attr-defined]
-        logits = self.model(fresh, self.batch.images, norm=self.options.norm, dropout=self.batch.keys)
-        each = self.loss(logits, self.batch.targets)
-        losses = (each if self.batch.weights is None else each * self.batch.weights).mean(1)
+            places = views(params, self.flat)
+        slots = Slots(params, {n: places[n] for n in names if places})
+        batch = self.batch
+        logits = self.model(fresh, batch.images, norm=self.options.norm, dropout=batch.keys, slots=slots)
+        each = self.loss(logits, batch.targets)
+        losses = (each if batch.weights is None else each * batch.weights).mean(1)
         found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-        kernels = fast_kernels(self.model.device)
-        if kernels is not None:
-            kernels.join(self.model.device)
+        self.ops.join(self.model.device)
         losses = losses.detach()
         if self.losses is None:
             self.losses = losses
         else:
             self.totals.append(losses)
         with torch.no_grad():
-            grads = _collected(dict(zip(names, found, strict=True)), params, slots)
+            grads = _collected(dict(zip(names, found, strict=True)), params, places, slots)
             if self.options.clip is not None:
                 grads = _clipped(grads, self.options.clip)
             if self.options.weight_decay:
                 grads = {n: g + self.options.weight_decay * params[n] for n, g in grads.items()}
-            if slots and (self.options.clip is not None or self.options.weight_decay):
+            if places and (self.options.clip is not None or self.options.weight_decay):
                 for name, g in grads.items():
-                    slots[name].copy_(g)
+                    places[name].copy_(g)
         for name, b in fresh.buffers.items():
             if of is not None and name not in of.buffers:
                 b.copy_(state.buffers[name])
@@ -91,37 +92,31 @@ class Gradient:
         return grads, State(state.params, fresh.buffers, kept)
 
     def _copy(self, state: State) -> State:
-        """Parameters to take gradients by, in the type that is computed in, and statistics to write to."""
+        """Returns parameters to differentiate by, in the type of computing, and statistics that may be written."""
         compute = self.model.compute
         if state.flat is None:
             params = {n: p.detach() for n, p in state.params.items()}
             return State(params, {n: b.clone() for n, b in state.buffers.items()})
-        held, buffers = state.flat
-        copy = state.with_flat(held.to(compute) if compute else held, buffers.clone())
+        flat, buffers = state.flat
+        copy = state.with_flat(flat.to(compute) if compute else flat, buffers.clone())
         return State({n: p.detach() for n, p in copy.params.items()}, copy.buffers, copy.flat)
 
 
 def _collected(
-    found: dict[str, Tensor | None], params: dict[str, Tensor], slots: dict[str, Tensor]
+    found: dict[str, Tensor | None], params: dict[str, Tensor], places: dict[str, Tensor], slots: Slots
 ) -> dict[str, Tensor]:
-    """The gradients, all in their slots where there are any. A kernel may have written one there itself, which shows in
-    that it took the slot; then autograd has none, or one of further uses of the parameter."""
-    if not slots:
+    """Returns the gradients, each in its place where there are places. An operation that took a parameter's slot has
+    written the gradient there; autograd then has none, or that of further uses of the parameter."""
+    if not places:
         return {n: torch.zeros_like(params[n]) if g is None else g for n, g in found.items()}
     for name, g in found.items():
-        written = "slot" not in params[name].__dict__
         if g is not None:
-            slots[name].add_(g) if written else slots[name].copy_(g)
-    return {n: slots[n] for n in found}
+            places[name].copy_(g) if slots.is_free(params[name]) else places[name].add_(g)
+    return {n: places[n] for n in found}
 
 
 def _clipped(grads: dict[str, Tensor], bound: float) -> dict[str, Tensor]:
-    """Each lane's gradient scaled down to norm `bound` where it is longer."""
+    """Returns each lane's gradient, scaled down to norm `bound` where it is longer."""
     norm = torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(0).sqrt()
     factor = (bound / norm.clamp_min(1e-30)).clamp_max(1.0)
     return {n: g * like(factor, g) for n, g in grads.items()}
-
-
-def like(per_lane: Tensor, other: Tensor) -> Tensor:
-    """`[K]` -> `[K, 1, ...]` with as many dimensions as `other`."""
-    return per_lane.view(-1, *([1] * (other.dim() - 1)))

@@ -1,38 +1,29 @@
 """Lane-aware layers: the few that are trained or that mix samples.
 
-Activations are `[K·B, ...]`, lane-major. A layer learns K from its own tensors: a tensor with one more
-dimension than the layer's template carries lanes, one without is frozen and shared. With no lanes at all
-every layer is its ordinary torch counterpart, so a module with one lane loaded is a plain module.
+Activations are `[K·B, ...]`, lane-major. A layer sees K in its own tensors: a tensor with one more dimension than the
+layer's template holds lanes, any other is frozen and shared. Without lanes every layer is its ordinary torch
+counterpart, so a module that holds one lane's values is a plain module. Layers share their model's `Context`.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .conv import frozen_conv2d, lane_conv2d
-from .fast import fast_kernels
+from .context import Context
+from .conv import lane_conv2d
+from .ops import Statistics
 from .random import fold, keep_mask, key_of
 from .stem import Stem
 
-Norm = Literal["train", "batch", "running"]
-"""How batch norm normalises: with the batch's statistics and keep running ones (train), with the batch's
-and keep nothing (batch), with the running ones (running)."""
-
-
-def by_lane(x: Tensor, lanes: int) -> Tensor:
-    """`[K·B, ...]` -> `[K, B, ...]`."""
-    return x.reshape(lanes, -1, *x.shape[1:])
-
 
 def along(tensor: Tensor, y: Tensor, lanes: int, axis: int) -> Tensor:
-    """A per-feature tensor, shaped to combine with y `[K·B, ...]`, its own axes at `axis` and after.
+    """Returns a per-feature tensor in a shape that broadcasts to y `[K·B, ...]`, its own axes at `axis` and after.
 
-    lanes=1: tensor is `[K, ...]` and each lane's samples get their lane's; lanes=0: it is frozen and shared.
+    lanes=1: the tensor is `[K, ...]`, and each sample gets its lane's; lanes=0: it is frozen and shared.
     """
     if lanes:
         tensor = tensor.repeat_interleave(y.shape[0] // tensor.shape[0], 0)
@@ -43,7 +34,7 @@ def along(tensor: Tensor, y: Tensor, lanes: int, axis: int) -> Tensor:
 
 
 class LaneLinear(nn.Linear):
-    """weight `[K, out, in]` and bias `[K, out]`, or frozen ones without K."""
+    """A linear layer with weight `[K, out, in]` and bias `[K, out]`, or frozen ones without K."""
 
     @classmethod
     def of(cls, layer: nn.Linear) -> LaneLinear:
@@ -61,16 +52,15 @@ class LaneLinear(nn.Linear):
 
 
 class LaneConv2d(nn.Conv2d):
-    """weight `[K, O, I, h, w]` or frozen; an `adapter`, if there is one, is applied to the output."""
+    """A convolution with weight `[K, O, I/groups, h, w]`, or a frozen one; an `adapter`, if any, follows it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.adapter: nn.Module | None = None
+        self.context = Context()
 
     @classmethod
     def of(cls, layer: nn.Conv2d) -> LaneConv2d:
-        if layer.groups != 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
-            raise ValueError("a trained or adapted convolution needs groups=1 and numeric zero padding")
         new = cls(
             layer.in_channels,
             layer.out_channels,
@@ -78,28 +68,39 @@ class LaneConv2d(nn.Conv2d):
             layer.stride,
             layer.padding,
             layer.dilation,
+            layer.groups,
             bias=layer.bias is not None,
+            padding_mode=layer.padding_mode,
             device="meta",
         )
         new.weight, new.bias = layer.weight, layer.bias
         return new
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight.dim() == 4:
-            y = frozen_conv2d(x, self)
+        ops = self.context.ops
+        if self.groups > 1 or self.padding_mode != "zeros" or isinstance(self.padding, str):
+            y = self.uncommon(x)
         else:
-            y = lane_conv2d(x, self.weight, self.stride, self.padding, self.dilation)  # type: ignore[arg-type]
+            y = ops.frozen_conv(x, self) if self.weight.dim() == 4 else ops.conv(x, self)
         if self.bias is not None:
             y = y + along(self.bias, y, self.bias.dim() - 1, 1)
         if self.adapter is not None:
             y = self.adapter(y)
         return y
 
+    def uncommon(self, x: Tensor) -> Tensor:
+        """Convolves with groups, or with padding other than numbers of zeros. No kernel is made for these."""
+        if self.weight.dim() == 4:
+            return self._conv_forward(x, self.weight, None)  # type: ignore[no-any-return]
+        sides, mode = self._reversed_padding_repeated_twice, self.padding_mode
+        x = F.pad(x, sides, "constant" if mode == "zeros" else mode)
+        return lane_conv2d(x, self.weight, self.stride, (0, 0), self.dilation, groups=self.groups)  # type: ignore[arg-type]
+
 
 class LaneBatchNorm(nn.Module):
     """Batch norm over `[K·B, C, ...]` with statistics per lane.
 
-    Running statistics `[K, C]` are a lane's own even where weight and bias `[C]` are frozen.
+    Each lane has its own running statistics `[K, C]`, even where weight and bias `[C]` are frozen.
     """
 
     running_mean: Tensor
@@ -112,7 +113,7 @@ class LaneBatchNorm(nn.Module):
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
         self.eps, self.momentum = eps, momentum
-        self.mode: Norm = "train"
+        self.context = Context()
 
     @classmethod
     def of(cls, layer: nn.modules.batchnorm._BatchNorm) -> LaneBatchNorm:
@@ -123,74 +124,23 @@ class LaneBatchNorm(nn.Module):
         new.running_mean, new.running_var = layer.running_mean, layer.running_var  # type: ignore[assignment]
         return new
 
-    def train(self, mode: bool = True) -> LaneBatchNorm:
-        self.mode = "train" if mode else "running"
-        return super().train(mode)
+    @property
+    def statistics(self) -> Statistics:
+        mode = self.context.norm or ("train" if self.training else "running")
+        return Statistics(self.running_mean, self.running_var, mode, self.momentum, self.eps)
 
     def forward(self, x: Tensor, add: Tensor | None = None, relu: bool = False) -> Tensor:
-        """ReLU(norm(x) + add), as far as that is asked for."""
-        kernels = self.kernels(x.shape, x.device)
-        if kernels is not None:
-            affine = self.weight, self.bias
-            return kernels.lane_norm(x, affine, self.statistics(kernels), add=add, relu=relu)  # type: ignore[no-any-return]
-        y = self._by_lane(x)
-        y = y if add is None else y + add
-        return F.relu(y) if relu else y
-
-    def kernels(self, shape: torch.Size, device: torch.device) -> ModuleType | None:
-        """The GPU kernels, where there are lanes to work on and, with running statistics, no gradient to take."""
-        if self.running_mean.dim() != 2 or len(shape) != 4 or (self.mode == "running" and torch.is_grad_enabled()):
-            return None
-        return fast_kernels(device)
-
-    def statistics(self, kernels: ModuleType) -> Any:
-        return kernels.Statistics(self.running_mean, self.running_var, self.mode, self.momentum, self.eps)
-
-    def _by_lane(self, x: Tensor) -> Tensor:
-        if self.running_mean.dim() == 1:
-            return self._normalise(x, self.running_mean, self.running_var, self.weight, self.bias)
-        lanes, channels = self.running_mean.shape
-        if x.is_cuda and self.mode == "running":  # a transpose would cost more than the formula
-            scale = self.weight * torch.rsqrt(self.running_var + self.eps)
-            shift = self.bias - self.running_mean * scale
-            form = (lanes, 1, channels, *([1] * (x.dim() - 2)))
-            y = by_lane(x, lanes) * scale.to(x.dtype).view(form) + shift.to(x.dtype).view(form)
-            return y.flatten(0, 1)
-        # F.batch_norm keeps statistics per channel: K lanes of C channels are K·C channels.
-        wide = by_lane(x, lanes).transpose(0, 1).flatten(1, 2)  # [B, K·C, ...]
-        mean, var = self.running_mean.reshape(-1), self.running_var.reshape(-1)
-        weight, bias = (t.expand(lanes, channels).reshape(-1) for t in (self.weight, self.bias))
-        y = self._normalise(wide, mean, var, weight, bias)
-        if self.mode == "train" and not self.running_mean.is_contiguous():  # then those were copies
-            self.running_mean.copy_(mean.view(lanes, channels))
-            self.running_var.copy_(var.view(lanes, channels))
-        return y.view(-1, lanes, channels, *y.shape[2:]).transpose(0, 1).flatten(0, 1)
-
-    def _normalise(self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        weight, bias = weight.to(mean.dtype), bias.to(mean.dtype)  # statistics may be kept in more than x has
-        if self.mode == "running":
-            return F.batch_norm(x, mean, var, weight, bias, False, self.momentum, self.eps)
-        if self.mode == "batch":
-            return F.batch_norm(x, None, None, weight, bias, True, self.momentum, self.eps)
-        return F.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)
+        """Returns ReLU(norm(x) + add); the sum and the ReLU only where asked for."""
+        return self.context.ops.norm(x, self, add, relu)
 
     def and_pool(self, x: Tensor | Stem, pool: nn.Module) -> Tensor:
-        """pool(ReLU(norm(x))); of a `Stem`, which is pooled."""
-        affine = self.weight, self.bias
-        if isinstance(x, Stem):
-            kernels = self.kernels(x.shape, x.device)
-            if kernels is not None:
-                return kernels.stem_norm(x, affine, self.statistics(kernels))  # type: ignore[no-any-return]
-            return x.normed(affine, (self.running_mean, self.running_var), self.mode, self.momentum, self.eps)
-        usual = isinstance(pool, nn.MaxPool2d) and (pool.kernel_size, pool.stride, pool.padding) == (3, 2, 1)
-        kernels = self.kernels(x.shape, x.device) if usual and not x.requires_grad else None
-        if kernels is None:
-            return pool(self(x, relu=True))  # type: ignore[no-any-return]
-        return kernels.norm_and_pool(x, affine, self.statistics(kernels))  # type: ignore[no-any-return]
+        """Returns pool(ReLU(norm(x))); a `Stem` is pooled already."""
+        ops = self.context.ops
+        return ops.stem_norm(x, self) if isinstance(x, Stem) else ops.norm_and_pool(x, self, pool)
 
 
 class LaneLayerNorm(nn.LayerNorm):
-    """weight and bias `[K, *shape]`, or frozen ones."""
+    """Layer norm with weight and bias `[K, *shape]`, or frozen ones."""
 
     @classmethod
     def of(cls, layer: nn.LayerNorm) -> LaneLayerNorm:
@@ -205,10 +155,24 @@ class LaneLayerNorm(nn.LayerNorm):
         return y if self.bias is None else y + along(self.bias, y, self.bias.dim() - own, -own)
 
 
+class LaneGroupNorm(nn.GroupNorm):
+    """weight and bias `[K, C]`, or frozen ones."""
+
+    @classmethod
+    def of(cls, layer: nn.GroupNorm) -> LaneGroupNorm:
+        new = cls(layer.num_groups, layer.num_channels, layer.eps)
+        new.weight, new.bias = layer.weight, layer.bias
+        return new
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.group_norm(x, self.num_groups, None, None, self.eps)
+        return y * along(self.weight, y, self.weight.dim() - 1, 1) + along(self.bias, y, self.bias.dim() - 1, 1)
+
+
 class LaneDropout(nn.Module):
     """Dropout whose draws are a hash of (the lane's key, this layer's salt, the element's place in its lane).
 
-    `key` is handed over like a parameter, int64 `[K]`; without lanes it is ordinary dropout.
+    `key`, int64 `[K]`, is passed in like a parameter; without lanes this is ordinary dropout.
     """
 
     key: Tensor
@@ -229,7 +193,7 @@ class LaneDropout(nn.Module):
 
 
 class ResidualAdapter(nn.Module):
-    """`x + Conv1x1(Dropout(BN(x)))`, the identity up to 1e-4 when new."""
+    """`x + Conv1x1(Dropout(BN(x)))`, almost the identity when new. `Ops.adapter` computes it."""
 
     def __init__(self, channels: int, dropout: float, name: str) -> None:
         super().__init__()
@@ -240,11 +204,4 @@ class ResidualAdapter(nn.Module):
         self.conv = LaneConv2d.of(conv)
 
     def forward(self, x: Tensor) -> Tensor:
-        norm, matrix, drop = self.norm, self.conv.weight, self.dropout
-        kernels = norm.kernels(x.shape, x.device) if matrix.dim() == 5 else None
-        if kernels is None:
-            added: Tensor = self.conv(drop(norm(x)))
-            return x + added
-        active = kernels.Drop(drop.key, drop.salt, drop.p) if drop.key.dim() and drop.p else None
-        affine = norm.weight, norm.bias
-        return kernels.lane_adapter(x, affine, norm.statistics(kernels), matrix, active)  # type: ignore[no-any-return]
+        return self.norm.context.ops.adapter(x, self)

@@ -1,4 +1,4 @@
-"""What a lane costs: measured on a step with two images, so that nothing has to be guessed."""
+"""The memory that training a lane needs, measured on a step with two images."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from .conv import choose
-from .fast import plain
 from .layers import LaneConv2d
 from .model import LaneModel
+from .ops import plain
 
-STATES = 6  # copies of a lane's parameters in a step: kept, computed with, gradients, new, and as they came and go
-REST = 1.3  # what is alive for a moment beside what waits for the backward pass
+STATES = 6  # copies of a lane's parameters in a step: kept, computed with, gradients, new, given, returned
+REST = 1.3  # short-lived tensors, relative to those kept for the backward pass
 
 
 def bytes_per_lane(model: LaneModel, size: tuple[int, int], batch: int) -> int:
-    """Memory that training one lane takes, with batches of `batch` images of this height and width."""
+    """Returns the bytes that training one lane needs, with batches of `batch` images of this height and width."""
     state = model.initial()
     kept: dict[int, int] = {}
 
@@ -27,7 +27,7 @@ def bytes_per_lane(model: LaneModel, size: tuple[int, int], batch: int) -> int:
         return tensor
 
     def columns(layer: LaneConv2d, given: tuple[Tensor], out: Tensor) -> None:
-        """What a trained convolution keeps instead of its input, where it is a product of columns."""
+        """Adds what a trained convolution keeps instead of its input, where it is a product of columns."""
         (outputs, inputs, *taps), pixels = layer.weight.shape[-4:], out.shape[2] * out.shape[3]
         trained = layer.weight.dim() == 5 and taps != [1, 1]
         if trained and choose(model.device.type, inputs, outputs, pixels) == "columns":
@@ -41,7 +41,7 @@ def bytes_per_lane(model: LaneModel, size: tuple[int, int], batch: int) -> int:
     for p in state.params.values():
         p.requires_grad_()
     hooks = [m.register_forward_hook(columns) for m in model.module.modules() if isinstance(m, LaneConv2d)]
-    with plain(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(remember, as_is):
+    with plain(model.context), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(remember, as_is):
         keys = torch.zeros(1, dtype=torch.int64, device=model.device)
         logits = model(state.map(torch.clone), images, norm="train", dropout=keys)
     del logits

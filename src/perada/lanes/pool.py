@@ -1,9 +1,9 @@
-"""Several trainings as one: loops that would run the same step on the same frozen weights are run together.
+"""Several trainings as one: loops that run the same step on the same frozen weights run together.
 
-A step costs nearly the same for few lanes and for some more, so seeds, hyper-parameters and methods of a comparison
-share theirs. Each training is a thread of its own that knows nothing of the others: only one of them computes at a
-time, and when all wait for a loop, the last one runs the loops of all. Loops that are nobody else's (a distillation) go
-first, and the others wait for them: else a run that does not distil would be a round ahead at once, and train alone.
+A few more lanes cost a step almost nothing, so seeds, hyper-parameters and methods of a comparison share steps. Each
+training is a thread that knows nothing of the others. Only one thread computes at a time; when all wait for a loop, the
+last one runs the loops of all. Loops that no other training can share (a distillation) run first, and the others wait:
+otherwise a run without distillation would be a round ahead, and would train alone.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Mergeable(Protocol):
-    """Batches that can be asked for together with others."""
+    """Batches that can be merged with others."""
 
     def merge_key(self) -> Hashable:
-        """What they must have in common."""
+        """Returns what batches must have in common to be merged; None if these cannot be."""
 
     def merged(self, others: Sequence[Any]) -> Any:
-        """One for all their lanes, these first."""
+        """Returns batches for the lanes of all, these first."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class _Waiting:
 
 
 class Pool:
-    """members: how many threads there are; limit: the most lanes at once, fewer where a model's `room` says so."""
+    """members: the number of threads. limit: the most lanes at once; fewer where a model's `room` says so."""
 
     def __init__(self, members: int, limit: int = 64) -> None:
         self.limit = limit
@@ -58,7 +58,7 @@ class Pool:
 
     @contextmanager
     def member(self) -> Iterator[None]:
-        """What one of the threads does, from its beginning to its end."""
+        """Surrounds all that one of the threads does."""
         with self._turn:
             try:
                 yield
@@ -68,7 +68,7 @@ class Pool:
 
     def stop(self) -> None:
         """Interrupts every training at its next loop."""
-        self._stopped = True  # without asking for the turn, which may be a long time away
+        self._stopped = True  # without waiting for the turn, which may take long
         threading.Thread(target=self._wake, daemon=True).start()
 
     def _wake(self) -> None:
@@ -76,7 +76,7 @@ class Pool:
             self._turn.notify_all()
 
     def run(self, job: Job) -> Result:
-        """What `job` alone would give, to rounding."""
+        """Returns what `job` alone would give, up to rounding."""
         mine = _Waiting(job)
         if self._stopped:
             raise KeyboardInterrupt
@@ -98,9 +98,9 @@ class Pool:
         groups: dict[Hashable, list[_Waiting]] = {}
         for one in self._waiting:
             groups.setdefault(self._alike(one.job), []).append(one)
-        lonely = {key: group for key, group in groups.items() if not isinstance(key, tuple)}
-        self._waiting = [one for key, group in groups.items() if lonely and key not in lonely for one in group]
-        for key, group in (lonely or groups).items():
+        single = {key: group for key, group in groups.items() if not isinstance(key, tuple)}
+        self._waiting = [one for key, group in groups.items() if single and key not in single for one in group]
+        for key, group in (single or groups).items():
             try:
                 first = self._models.setdefault(key[0], group[0].job.model) if isinstance(key, tuple) else None
                 for one, result in zip(group, _together([w.job for w in group], first, self.limit), strict=True):
@@ -112,7 +112,7 @@ class Pool:
 
     @staticmethod
     def _alike(job: Job) -> Hashable:
-        """Jobs that agree on this can be run as one."""
+        """Returns what jobs must have in common to run as one."""
         if not isinstance(job.batches, Mergeable) or job.batches.merge_key() is None:
             return id(job)
         shapes = tuple(
@@ -153,12 +153,12 @@ def _together(jobs: Sequence[Job], model: LaneModel | None, limit: int) -> list[
 
 
 def _own(state: State, lanes: int) -> State:
-    """A state that lanes share, as one each: others' lanes do not share it."""
+    """Returns a state that lanes share as one per lane, as other jobs' lanes do not share it."""
     return state if state.lanes == lanes else repeat(state, lanes)
 
 
 def signature(model: LaneModel) -> Hashable:
-    """Equal for models that compute the same from the same lanes."""
+    """Returns a value that is equal for models that compute the same from the same lanes."""
     parts: list[Hashable] = [model.compute, model.device, tuple(sorted(model.inert))]
     lanes = {**model.initial().params, **model.initial().buffers}
     for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]:

@@ -1,127 +1,105 @@
-"""Steps of a loop as CUDA graphs: recorded once, replayed without the interpreter in between.
+"""Steps of a loop as CUDA graphs: recorded once, then replayed without Python.
 
-A graph works on the tensors it was recorded with, so a loop's states, batches and counters live in tensors that stay
-where they are: slots, into which lanes are copied as the schedule has it (`schedule.py`). Nothing is read back before
-the loop has ended.
+A graph works on the tensors it was recorded with. So a loop's states, batches and counters live in fixed tensors with
+slots, and lanes are copied into the slots by a schedule (`schedule.py`). Nothing is read back before the loop ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from .fast import fast_kernels
-from .model import LaneModel
 from .schedule import cheapest, waste
 from .state import State, flattened, sent
 
 if TYPE_CHECKING:
-    from .gradient import Batch, Loss, Options
-    from .train import Batches, Result, Run, Update
+    from .gradient import Batch
+    from .train import Job, Result, Run
 
-
-DEVICES = ("cuda",)  # where steps are recorded; tests add the CPU, where they are only run
-KEPT = 8  # loops whose recordings are kept, those used last
-WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # lane counts that get a recording of their own
+DEVICES = ("cuda",)  # where steps are recorded; tests add the CPU, which runs them without recording
+KEPT = 8  # loops whose recordings are kept: the last used
+WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # the lane counts that are recorded
 
 
 @runtime_checkable
 class Static(Protocol):
-    """Batches that can be asked for with steps that are a tensor, and that can be written over."""
+    """Batches that live in fixed tensors and take a tensor of steps."""
 
     def shape(self) -> Hashable:
-        """What two of them must have in common to be written over each other; None: these cannot be."""
+        """Returns what two of them must have in common for `copy_`; None if these cannot be recorded."""
 
     def copy_(self, other: Any) -> None: ...
 
     @property
     def capacity(self) -> int:
-        """Steps there is room for."""
+        """The number of steps that fit."""
 
     def twin(self) -> Any:
-        """One like this, with tensors of its own and room for some more steps."""
+        """Returns a copy with its own tensors, which may fit more steps."""
 
     def __call__(self, step: Tensor, lanes: Tensor) -> Batch: ...
 
 
-def recorded(
-    model: LaneModel,
-    start: tuple[State, ...],
-    batches: Batches,
-    loss: Loss,
-    update: Update,
-    options: Options,
-    key: Hashable,
-    slots: int,
-) -> Replay | None:
-    """The slots for such a loop, those of an earlier one where that was alike; None where steps cannot be recorded."""
-    if key is None or model.device.type not in DEVICES or not isinstance(batches, Static) or batches.shape() is None:
+def recorded(job: Job, slots: int) -> Replay | None:
+    """Returns the recordings for such a job, an earlier one's if it was alike; None if steps cannot be recorded."""
+    model, batches = job.model, job.batches
+    if job.key is None or model.device.type not in DEVICES or not isinstance(batches, Static):
         return None
-    lanes = max(s.lanes for s in start)
+    if batches.shape() is None:
+        return None
     shapes = tuple(
-        (n, s.lanes == lanes, tuple(t.shape[1:])) for s in start for n, t in {**s.params, **s.buffers}.items()
+        (n, s.lanes == job.lanes, tuple(t.shape[1:])) for s in job.start for n, t in {**s.params, **s.buffers}.items()
     )
-    whole = (key, options, slots, shapes, batches.shape(), loss)
-    kept: dict[Hashable, Replay] = model.__dict__.setdefault("replays", {})
-    found = kept.pop(whole, None) or Replay(model, start, batches, loss, update, options, slots)
-    while len(kept) >= KEPT:
-        del kept[next(iter(kept))]
-    kept[whole] = found  # the newest last
-    return found
+    kind = (job.key, job.options, slots, shapes, batches.shape(), job.loss)
+    replay = model.replays.pop(kind, None) or Replay(job, batches.twin(), slots)
+    while len(model.replays) >= KEPT:
+        del model.replays[next(iter(model.replays))]
+    model.replays[kind] = replay  # the newest last
+    return replay
 
 
 class Replay:
-    """Slots, and the recorded steps that work on the first so many of them."""
+    """Slots, and recorded steps that work on the first n of them."""
 
-    def __init__(
-        self,
-        model: LaneModel,
-        start: tuple[State, ...],
-        batches: Static,
-        loss: Loss,
-        update: Update,
-        options: Options,
-        slots: int,
-    ) -> None:
+    def __init__(self, job: Job, batches: Any, slots: int) -> None:
         from .train import Run
 
-        self.model, self.loss, self.update, self.options = model, loss, update, options
-        lanes = max(s.lanes for s in start)
-        self.own = [s.lanes == lanes for s in start]
+        self.job, self.batches = replace(job, start=(), batches=batches, steps=()), batches  # without the job's tensors
+        self.own = [s.lanes == job.lanes for s in job.start]  # the others are shared by all lanes
         states = tuple(
             flattened(s.map(lambda t: t[:1].expand(slots, *t.shape[1:])) if mine else s) if s.lanes else s
-            for s, mine in zip(start, self.own, strict=True)
+            for s, mine in zip(job.start, self.own, strict=True)
         )
-        self.batches = batches.twin()
-        dtype, none = next(iter(states[0].params.values())).dtype, torch.zeros(slots, dtype=torch.int64)
-        self.run = Run.of(states, none, none.clone(), self.batches.capacity, dtype, model.device)
+        none, device = torch.zeros(slots, dtype=torch.int64), job.model.device
+        self.run = Run.of(states, none, none.clone(), batches.capacity, job.dtype, device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.pool: Any = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+        self.pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
-    def train(self, start: tuple[State, ...], batches: Any, steps: Sequence[int]) -> Result:
-        """`loop`, with these batches, which are `Static`."""
+    def train(self, job: Job) -> Result:
+        """Runs a job of this kind."""
         from .train import Result, Run
 
-        run, device, slots = self.run, self.model.device, len(self.run.finite)
-        given = tuple(flattened(s) if s.lanes else s for s in start)
+        run, model, steps, slots = self.run, job.model, job.steps, len(self.run.finite)
+        given = tuple(flattened(s) if s.lanes else s for s in job.start)
         for mine, state, own in zip(run.states, given, self.own, strict=True):
             if not own and state.lanes:
                 _write(mine, slice(None), state, slice(None))
-        self.batches.copy_(batches)
+        self.batches.copy_(job.batches)
         kept = tuple(s.with_flat(s.flat[0].clone(), s.flat[1].clone()) if s.flat else s for s in given)
-        done = Run.of(kept, torch.arange(len(steps)), torch.tensor(steps), max(steps), run.trace.dtype, device)
+        done = Run.of(kept, torch.arange(len(steps)), torch.tensor(steps), max(steps), job.dtype, model.device)
         run.counts.zero_()
         run.at.zero_()
-        spans = cheapest(steps, slots, WIDTHS if self.options.widths is None else self.options.widths)
-        self.model.lane_steps = [a + b for a, b in zip(self.model.lane_steps, waste(steps, spans), strict=True)]
+        spans = cheapest(steps, slots, WIDTHS if job.options.widths is None else job.options.widths)
+        model.lane_steps = [a + b for a, b in zip(model.lane_steps, waste(steps, spans), strict=True)]
         for span in spans:
             if span.stored:
-                self._store(done, *_columns(span.stored, device))
+                self._store(done, *_columns(span.stored, model.device))
             if span.loaded:
-                self._load(given, done.counts, *_columns(span.loaded, device))
+                self._load(given, done.counts, *_columns(span.loaded, model.device))
             for high, low in span.moved:
                 self._move(high, low)
             for _ in range(span.steps):
@@ -129,11 +107,11 @@ class Replay:
         return Result(tuple(State(s.params, s.buffers) for s in done.states), done.trace[:-1], done.finite)
 
     def _lanes(self, states: tuple[State, ...]) -> Iterator[tuple[State, State]]:
-        """What slots hold, beside what lanes have; not what all lanes share."""
+        """Yields the slots' states with the lanes' states, without those that all lanes share."""
         return ((m, s) for m, s, own in zip(self.run.states, states, self.own, strict=True) if own and s.lanes)
 
     def _store(self, done: Run, here: Tensor, there: Tensor) -> None:
-        """Slots `here` are done with lanes `there`."""
+        """Copies the slots `here` to the lanes `there`, which are done."""
         run = self.run
         for mine, state in self._lanes(done.states):
             _write(state, there, mine, here)
@@ -142,7 +120,7 @@ class Replay:
         run.counts[here] = run.at[here] = 0
 
     def _load(self, given: tuple[State, ...], counts: Tensor, here: Tensor, there: Tensor) -> None:
-        """Slots `here` begin with lanes `there`."""
+        """Copies the lanes `there` into the slots `here`, where they begin."""
         run = self.run
         for mine, state in self._lanes(given):
             _write(mine, here, state, there)
@@ -160,7 +138,7 @@ class Replay:
         run.at[high].zero_()
 
     def step(self, width: int) -> None:
-        if self.model.device.type != "cuda":
+        if self.job.model.device.type != "cuda":
             self._one(width)
             return
         if width not in self.graphs:
@@ -171,28 +149,26 @@ class Replay:
         from .train import one_step
 
         batch = self.batches(self.run.at[:width], self.run.order[:width])
-        one_step(self.model, self.run, batch, self.loss, self.update, self.options, width)
+        one_step(self.job, self.run, batch, width)
 
     def _record(self, width: int) -> None:
-        """Twice in earnest on a stream of its own, as libraries choose and allocate on first use; then put back."""
-        run, kernels = self.run, fast_kernels(self.model.device)
-        if kernels is not None:
-            kernels.join(self.model.device)  # what an error has left open must not be waited for in a recording
-        standing = [t for s in run.states for t in s.flat or ()] + [run.finite, run.at, run.trace]
-        held = [t.clone() for t in standing]
+        """Records a step. Runs it twice first, on another stream, as libraries choose and allocate on first use; then
+        restores the slots."""
+        run, model = self.run, self.job.model
+        model.context.ops.join(model.device)  # a recording must not wait for work that an error left unjoined
+        fixed = [t for s in run.states for t in s.flat or ()] + [run.finite, run.at, run.trace]
+        before = [t.clone() for t in fixed]
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            if kernels is not None:
-                with kernels.compiling():
-                    self._one(width)
+            model.context.ops.compile(lambda: self._one(width))
             for _ in range(2):
-                for mine, kept in zip(standing, held, strict=True):
-                    mine.copy_(kept)
+                for tensor, value in zip(fixed, before, strict=True):
+                    tensor.copy_(value)
                 self._one(width)
         torch.cuda.current_stream().wait_stream(side)
-        for mine, kept in zip(standing, held, strict=True):
-            mine.copy_(kept)
+        for tensor, value in zip(fixed, before, strict=True):
+            tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             self._one(width)
@@ -200,7 +176,7 @@ class Replay:
 
 
 def _write(mine: State, here: Any, given: State, there: Any) -> None:
-    """Lanes `there` of one flat state over lanes `here` of another."""
+    """Copies the lanes `there` of one flat state over the lanes `here` of another."""
     for a, b in zip(mine.flat or (), given.flat or (), strict=True):
         a[here] = b[there]
 

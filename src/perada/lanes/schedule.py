@@ -1,9 +1,9 @@
-"""Ragged lanes in a few slots: which lane trains where, when, and how wide a step is.
+"""Ragged lanes in a few slots: which lane trains where and when, and how wide each step is.
 
-Lanes are of different length. The longest start first; a lane that is done makes room for the next one; when nobody
-waits any more the steps get narrower, in the few widths that are recorded. All of it is known before the first step,
-so nothing has to be asked of the device on the way, and the cheapest of a few schedules can be taken: with fewer slots
-than there is room for, short lanes take turns while the longest one is waited for anyway.
+Lanes have different numbers of steps. The longest start first, and a lane that is done makes room for the next. When no
+lane waits, the steps get narrower, in the few widths that are recorded. All of this is known before the first step, so
+the device is never asked, and the cheapest of a few schedules is taken: short lanes may take turns in fewer slots, as
+the longest lane takes its time anyway.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-STEP = 13  # lanes that cost as much as a step does by itself (docs/performance.md: 0.80 ms for 1 lane, 1.67 for 16)
+STEP = 13  # the fixed cost of a step, in lanes (docs/performance.md: 0.80 ms for 1 lane, 1.67 for 16)
 
 
 @dataclass
 class Span:
-    """Some steps of the same width, and what is done before them, in this order."""
+    """Steps of the same width, and what happens before them, in this order."""
 
     width: int = 0
     steps: int = 0
-    stored: list[tuple[int, int]] = field(default_factory=list)  # (slot, lane): this lane is done
-    loaded: list[tuple[int, int]] = field(default_factory=list)  # (slot, lane): this lane begins
-    moved: list[tuple[int, int]] = field(default_factory=list)  # (slot, slot): from, to
+    stored: list[tuple[int, int]] = field(default_factory=list)  # (slot, lane) of lanes that are done
+    loaded: list[tuple[int, int]] = field(default_factory=list)  # (slot, lane) of lanes that begin
+    moved: list[tuple[int, int]] = field(default_factory=list)  # (from slot, to slot)
 
 
 def schedule(steps: Sequence[int], slots: int, widths: Sequence[int]) -> list[Span]:
-    """Every lane loaded once, run for its steps, stored once. The last span only stores.
+    """Returns spans that load every lane once, run its steps and store it once. The last span only stores.
 
-    `widths` are the widths a step may have, as far as they are no more than `slots`; `slots` itself always is.
+    A step is as wide as one of `widths`, where that is less than `slots`, or as `slots`.
     """
     waiting = sorted((k for k, n in enumerate(steps) if n), key=lambda k: -steps[k])
     place: dict[int, int] = {}  # slot -> lane
@@ -51,7 +51,7 @@ def schedule(steps: Sequence[int], slots: int, widths: Sequence[int]) -> list[Sp
             return spans
         span.width = next(w for w in allowed if w >= len(place))
         for high in sorted(s for s in place if s >= span.width):
-            low = free.pop(0)  # below the width there is room for all that are left
+            low = free.pop(0)  # all remaining lanes fit below the width
             place[low] = place.pop(high)
             free.append(high)
             span.moved.append((high, low))
@@ -61,9 +61,9 @@ def schedule(steps: Sequence[int], slots: int, widths: Sequence[int]) -> list[Sp
 
 
 def cheapest(steps: Sequence[int], slots: int, widths: Sequence[int]) -> list[Span]:
-    """`schedule` in as many of the slots as cost least."""
-    tried = sorted({w for w in widths if 0 < w < slots} | {slots})
-    return min((schedule(steps, w, widths) for w in tried), key=price)
+    """Returns the `schedule` in the number of slots that costs least."""
+    choices = sorted({w for w in widths if 0 < w < slots} | {slots})
+    return min((schedule(steps, w, widths) for w in choices), key=price)
 
 
 def price(spans: Sequence[Span]) -> int:
@@ -71,6 +71,6 @@ def price(spans: Sequence[Span]) -> int:
 
 
 def waste(steps: Sequence[int], spans: Sequence[Span]) -> tuple[int, int]:
-    """(lane-steps asked for, lane-steps of slots that stood empty)."""
-    asked = sum(steps)
-    return asked, sum(s.width * s.steps for s in spans) - asked
+    """Returns the steps of all lanes, and the steps of empty slots."""
+    useful = sum(steps)
+    return useful, sum(s.width * s.steps for s in spans) - useful

@@ -1,8 +1,7 @@
 """A lane state: what is trained, as data.
 
-A lane is one independent copy of the trained tensors. A `State` holds K lanes as two flat
-dictionaries, name -> `[K, ...]`: parameters (optimised) and buffers (batch-norm running statistics,
-which follow the parameters of their module but are never optimised).
+A lane is one independent copy of the trained tensors. A `State` holds K lanes as two flat dictionaries, name ->
+`[K, ...]`: parameters, which are optimised, and buffers (running statistics of batch norms), which are not.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from torch import Tensor
 class State:
     """K lanes. Every tensor is `[K, ...]`; K may be 1 (the server's adapter) or the size of a cohort.
 
-    flat: parameters and buffers as one tensor `[K, ...]` each, of which all the others are views (`flattened`): one
-    operation on it is one on all of them.
+    flat: all parameters as one tensor `[K, n]`, and all buffers as another; then the named tensors are views of these
+        (`flattened`), and one operation works on all of them.
     """
 
     params: dict[str, Tensor] = field(default_factory=dict)
@@ -38,11 +37,11 @@ class State:
         yield from self.buffers.values()
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> State:
-        """Apply `fn` to every tensor."""
+        """Returns the state with `fn` applied to every tensor."""
         return State({n: fn(t) for n, t in self.params.items()}, {n: fn(t) for n, t in self.buffers.items()})
 
     def only(self, params: Iterable[str], buffers: Iterable[str]) -> State:
-        """The part with these names; names that this state does not hold are passed over."""
+        """Returns the part with these names; names that the state does not have are ignored."""
         keep_p, keep_b = set(params), set(buffers)
         return State(
             {n: t for n, t in self.params.items() if n in keep_p},
@@ -50,17 +49,17 @@ class State:
         )
 
     def first(self, lanes: int) -> State:
-        """The first lanes, as views."""
+        """Returns the first lanes, as views."""
         if self.flat is None:
             return self.map(lambda t: t[:lanes])
         return self.with_flat(self.flat[0][:lanes], self.flat[1][:lanes])
 
     def with_flat(self, params: Tensor, buffers: Tensor) -> State:
-        """The same names as views of these."""
+        """Returns a flat state with the same names as views of these two tensors."""
         return State(views(self.params, params), views(self.buffers, buffers), (params, buffers))
 
     def bytes_per_lane(self) -> int:
-        """What one lane costs on a wire or a disk."""
+        """Returns the bytes of one lane, on a network or a disk."""
         return sum(t.shape[1:].numel() * t.element_size() for t in self.tensors()) if self.lanes else 0
 
     def parameters_per_lane(self) -> int:
@@ -68,14 +67,14 @@ class State:
 
 
 def views(like: dict[str, Tensor], flat: Tensor) -> dict[str, Tensor]:
-    """`[K, total or more]` cut into tensors of the names and shapes of `like`."""
+    """Returns views of `[K, n]` with the names and shapes of `like`; n may be more than they need."""
     sizes = [t.shape[1:].numel() for t in like.values()]
     *parts, _ = torch.split(flat, [*sizes, flat.shape[1] - sum(sizes)], 1)
     return {n: _cut(p, like[n].shape[1:]) for n, p in zip(like, parts, strict=True)}
 
 
 def _cut(part: Tensor, shape: torch.Size) -> Tensor:
-    """`[K, n]` as lanes of this shape. A kernel `[O, I, h, w]` lies channels last, as products with pixels like it."""
+    """Returns `[K, n]` as lanes of this shape. A kernel `[O, I, h, w]` is stored channels last, as products need it."""
     if len(shape) != 4:
         return part.view(part.shape[0], *shape)
     outputs, inputs, height, width = shape
@@ -83,12 +82,12 @@ def _cut(part: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _side_by_side(tensor: Tensor) -> Tensor:
-    """The inverse: `[K, n]`."""
+    """Returns `[K, ...]` as `[K, n]`, the inverse of `_cut`."""
     return (tensor.permute(0, 1, 3, 4, 2) if tensor.dim() == 5 else tensor).flatten(1)
 
 
 def flattened(state: State) -> State:
-    """A copy whose tensors lie side by side, each lane at an address that matrix products like (a multiple of 64)."""
+    """Returns a flat copy. Each lane begins at a multiple of 64 numbers, as matrix products need."""
 
     def one(tensors: dict[str, Tensor]) -> Tensor:
         if not tensors:
@@ -100,12 +99,12 @@ def flattened(state: State) -> State:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on this device; a GPU is not waited for."""
+    """Returns a tensor of the host on this device, without waiting for a GPU."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def on_cpu(state: State) -> State:
-    """A copy there, in two transfers instead of one a tensor."""
+    """Returns a copy on the CPU, in two transfers instead of one per tensor."""
     if not state.lanes:
         return state
     flat = flattened(state).flat
@@ -126,15 +125,15 @@ def _zip(states: Sequence[State], fn: Callable[[list[Tensor]], Tensor]) -> State
 
 
 def stack(*states: State) -> State:
-    """Lanes of the first state, then of the second, ...: `[K1 + K2 + ..., ...]`."""
+    """Returns the lanes of the first state, then those of the second, ...: `[K1 + K2 + ..., ...]`."""
     return _zip(states, torch.cat)
 
 
 def split(state: State, parts: int) -> tuple[State, ...]:
-    """The inverse of stacking `parts` states of equal size.
+    """Returns the `parts` states of equal size that were stacked.
 
-    The parts are copies: serialising a view would carry its neighbours' storage along, and here the neighbour
-    of an upload is what must never leave the client.
+    The parts are copies: serialising a view would include its neighbours' storage, and the neighbour of an upload must
+    never leave the client.
     """
     size, rest = divmod(state.lanes, parts)
     if rest:
@@ -143,47 +142,47 @@ def split(state: State, parts: int) -> tuple[State, ...]:
 
 
 def repeat(state: State, lanes: int) -> State:
-    """One lane -> `lanes` equal lanes (a copy, so that each can be trained)."""
+    """Returns one lane as `lanes` equal lanes (a copy, so that each can be trained)."""
     if state.lanes > 1:
         raise ValueError(f"repeat takes one lane, not {state.lanes}")
     return state.map(lambda t: t.repeat(lanes, *([1] * (t.dim() - 1))))
 
 
 def gather(state: State, lanes: Sequence[int] | Tensor) -> State:
-    """These lanes, in this order (a copy)."""
+    """Returns these lanes in this order (a copy)."""
     index = _index(state, lanes)
     return state.map(lambda t: t.index_select(0, index))
 
 
 def scatter(state: State, lanes: Sequence[int] | Tensor, part: State) -> State:
-    """`state` with these lanes replaced by the lanes of `part` (a copy; `state` is untouched)."""
+    """Returns a copy of `state` in which the lanes of `part` replace these lanes."""
     index = _index(state, lanes)
     return _zip([state, part], lambda pair: pair[0].index_copy(0, index, pair[1]))
 
 
 def _index(state: State, lanes: Sequence[int] | Tensor) -> Tensor:
-    """Once for all tensors."""
+    """Returns the lanes' numbers on the state's device: one transfer for all tensors."""
     index = torch.as_tensor(lanes, dtype=torch.long)
     device = next((t.device for t in state.tensors()), index.device)
     return sent(index, device) if index.device.type == "cpu" else index.to(device)
 
 
 def merge(*states: State) -> State:
-    """States of equal K that hold different names, as one."""
+    """Returns one state of several that have equal K and different names."""
     params: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     if len({s.lanes for s in states if s.lanes}) > 1:
         raise ValueError("merge: states have different numbers of lanes")
     for state in states:
         if (params.keys() & state.params.keys()) or (buffers.keys() & state.buffers.keys()):
-            raise ValueError("merge: a name stands in more than one state")
+            raise ValueError("merge: a name is in more than one state")
         params.update(state.params)
         buffers.update(state.buffers)
     return State(params, buffers)
 
 
 def join(**parts: State) -> State:
-    """Several states of equal K as one, to be kept or sent together: `join(h=a, w=b)` has names `h/...`, `w/...`."""
+    """Returns one state of several with equal K, to keep or send: `join(h=a, w=b)` has names `h/...` and `w/...`."""
     named = [
         State({f"{key}/{n}": t for n, t in s.params.items()}, {f"{key}/{n}": t for n, t in s.buffers.items()})
         for key, s in parts.items()
@@ -192,7 +191,7 @@ def join(**parts: State) -> State:
 
 
 def part(state: State, key: str) -> State:
-    """One of the states that were joined."""
+    """Returns one of the states that were joined."""
     start = f"{key}/"
     return State(
         {n.removeprefix(start): t for n, t in state.params.items() if n.startswith(start)},
@@ -200,18 +199,23 @@ def part(state: State, key: str) -> State:
     )
 
 
+def like(per_lane: Tensor, other: Tensor) -> Tensor:
+    """Returns `[K]` or `[K, 1]` as `[K, 1, ...]`, with as many dimensions as `other`."""
+    return per_lane.view(-1, *([1] * (other.dim() - 1)))
+
+
 def scale(tensor: Tensor, by: Tensor) -> Tensor:
-    """`[K, ...]` with each lane multiplied by its own number; `by` is `[K]` or `[K, 1]`."""
-    return tensor * by.view(-1, *([1] * (tensor.dim() - 1)))
+    """Returns `[K, ...]` with each lane multiplied by its own number; `by` is `[K]` or `[K, 1]`."""
+    return tensor * like(by, tensor)
 
 
 def mix(a: State, b: State, share: Tensor) -> State:
-    """`share · a + (1 − share) · b`, lane by lane; `share` is `[K]` or `[K, 1]`."""
+    """Returns `share · a + (1 − share) · b` per lane; `share` is `[K]` or `[K, 1]`."""
     return _zip([a, b], lambda pair: scale(pair[0], share) + scale(pair[1], 1 - share))
 
 
 def mean(state: State, weights: Sequence[float] | None = None) -> State:
-    """The mean over lanes as one lane; `weights` (one a lane) are normalised to sum to one."""
+    """Returns the mean over lanes as one lane; `weights`, one per lane, are normalised to sum to one."""
     if weights is None:
         return state.map(lambda t: t.mean(0, keepdim=True))
     if len(weights) != state.lanes:

@@ -1,33 +1,37 @@
-"""What a frozen first layer makes of images that are not augmented: the same for every lane and at every time."""
+"""The output of a frozen first layer. Images that are not augmented give the same for every lane at every step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from .ops import Statistics
+
 
 @dataclass(frozen=True)
 class Stem:
-    """Chunks of images behind the first layer; a model takes it in place of images.
+    """Chunks of images behind the first layer; a model takes it instead of images.
 
-    Behind that layer come a norm, ReLU and, maybe, max pooling. Norm and ReLU are monotone in every channel, so pooling
-    may come first: where the norm's factor is positive the windows' maxima count, where it is negative their minima.
-    The norm's statistics are those of all pixels, as they were before pooling.
+    A norm, ReLU and perhaps max pooling follow that layer. Norm and ReLU are monotone in every channel, so pooling may
+    come first: of the windows' maxima where the norm's factor is positive, of their minima where it is negative. The
+    norm's statistics are of all pixels before pooling.
     """
 
     ends: Tensor  # [N, 2, B, H, W, C]: maxima and minima; [N, 1, ...] without pooling
     moments: Tensor  # [N, 2, C]: mean and variance
-    pixels: int  # that these are taken over
+    pixels: int  # how many these are of
     number: Tensor  # int64 [K]: which chunk each lane sees
 
     @staticmethod
     @torch.no_grad()
     def of(x: Tensor, pool: nn.Module) -> Stem:
-        """One chunk: x `[B, C, H, W]` as the layer gives it."""
+        """Returns one chunk from the layer's output `[B, C, H, W]`."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         var, mean = torch.var_mean(wide, (0, 2, 3), correction=0)
         ends = [x] if isinstance(pool, nn.Identity) else [pool(x), -pool(-x)]
@@ -37,14 +41,15 @@ class Stem:
 
     @staticmethod
     def joined(stems: Sequence[Stem]) -> Stem:
-        """The chunks of all, one after another."""
+        """Returns the chunks of all, one after another."""
         return replace(stems[0], ends=torch.cat([s.ends for s in stems]), moments=torch.cat([s.moments for s in stems]))
 
     def seen(self, number: Tensor) -> Stem:
+        """Returns it for lanes that see these chunks, int64 `[K]`."""
         return replace(self, number=number)
 
     def by(self, lanes: int) -> Stem:
-        """For that many lanes, which all see the same unless it is said which of them sees what."""
+        """Returns it for so many lanes, which all see the same chunk unless there is a number per lane."""
         return self if len(self.number) == lanes else replace(self, number=self.number.expand(lanes).contiguous())
 
     @property
@@ -57,27 +62,26 @@ class Stem:
 
     @property
     def shape(self) -> torch.Size:
-        """As of the images of all lanes."""
+        """The shape that the first layer's pooled output for all lanes has."""
         _, _, batch, height, width, channels = self.ends.shape
         return torch.Size((len(self.number) * batch, channels, height, width))
 
-    def normed(
-        self, affine: tuple[Tensor, Tensor], running: tuple[Tensor, Tensor], mode: str, momentum: float, eps: float
-    ) -> Tensor:
-        """ReLU(norm(x)), pooled: `[K·B, C, H, W]`. running `[K, C]`; affine `[K, C]`, or `[C]` where it is frozen."""
-        mean, var = running if mode == "running" else self.moments[self.number].unbind(1)
+    def normed(self, affine: tuple[Tensor, Tensor], statistics: Statistics) -> Tensor:
+        """Returns ReLU(norm(x)), pooled: `[K·B, C, H, W]`. affine `[K, C]`, or `[C]` where it is frozen."""
+        running = statistics.mean, statistics.var
+        mean, var = running if statistics.mode == "running" else self.moments[self.number].unbind(1)
         weight, bias = (t.to(mean.dtype) for t in affine)
-        scale = weight * torch.rsqrt(var + eps)
+        scale = weight * torch.rsqrt(var + statistics.eps)
         x = self.ends[self.number, 0]
         if self.ends.shape[1] == 2:
             x = torch.where(_spread(scale >= 0), x, self.ends[self.number, 1])
         y = F.relu((x - _spread(mean)) * _spread(scale) + _spread(bias.expand_as(mean)))
-        if mode == "train":
-            running[0].lerp_(mean, momentum)
-            running[1].lerp_(var * (self.pixels / (self.pixels - 1)), momentum)
+        if statistics.mode == "train":
+            running[0].lerp_(mean, statistics.momentum)
+            running[1].lerp_(var * (self.pixels / (self.pixels - 1)), statistics.momentum)
         return y.to(x.dtype).flatten(0, 1).permute(0, 3, 1, 2)
 
 
 def _spread(per_lane: Tensor) -> Tensor:
-    """`[K, C]` -> `[K, 1, 1, 1, C]`."""
+    """Returns `[K, C]` as `[K, 1, 1, 1, C]`."""
     return per_lane[:, None, None, None]

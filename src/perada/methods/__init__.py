@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from ..adapters import adapt
 from ..errors import InputError, unknown
-from ..models import module_sizes, network_of
+from ..models import GroupSizes, network_of
 from ..plugins import called, check, find
 from .apfl import APFL
 from .contract import Finisher, Judge, Method, Parts, check_upload, declared_upload
@@ -133,7 +134,8 @@ def make_method(name: str, settings: Mapping[str, Any]) -> Method:
     made = find("method", GROUP, name, REGISTRY)
     if name in REGISTRY:
         return made(**settings)  # type: ignore[no-any-return]
-    method = called("method", name, made, **settings)
+    settles = dataclasses.is_dataclass(made)  # its ValueError is about a setting, as ours is
+    method = made(**settings) if settles else called("method", name, made, **settings)
     if not isinstance(method, Method):
         raise InputError(f"method {name!r} is a {type(method).__name__}, which lacks a part of perada.methods.Method")
     return method
@@ -155,10 +157,11 @@ def name_of(method: Method) -> dict[str, Any]:
 
 def sizes_of(method: Method, net: nn.Module, head: str | None = None) -> dict[str, int]:
     """Returns the parameters that a client trains and sends each round, from the declarations that training uses."""
-    sizes = module_sizes(net, method.parts.adapters, head)
-    upload = declared_upload(method, sizes.model)
+    parts = method.parts
+    lanes = adapt(net, adapter="residual" if parts.adapters else None, trained=parts.trains, head=head)
+    sizes, upload = GroupSizes.of(lanes.module, lanes.groups), declared_upload(method, lanes)
     return {
-        "trained": method.parts.copies * sizes.parameters(sizes.groups[method.parts.trains]),
+        "trained": parts.copies * sizes.parameters(sizes.groups[parts.trains]),
         "communicated": upload.parameters_per_lane(),
         "communicated_buffers": sum(t[0].numel() for t in upload.buffers.values()),
         "full": sizes.parameters(sizes.groups["full"]),
@@ -167,5 +170,6 @@ def sizes_of(method: Method, net: nn.Module, head: str | None = None) -> dict[st
 
 def method_sizes(name: str, backbone: str = "resnet18", classes: int = 10) -> dict[str, int]:
     """Returns `sizes_of` a method with its defaults, less the size of the full model."""
-    found = sizes_of(find("method", GROUP, name, REGISTRY)(), network_of(backbone, classes))
+    made = network_of(backbone, classes)
+    found = sizes_of(find("method", GROUP, name, REGISTRY)(), made.net, made.head)
     return {k: v for k, v in found.items() if k != "full"}

@@ -3,60 +3,108 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..adapters import adapt
-from ..errors import unknown
-from ..lanes import Group, LaneModel
-from .resnet import SHAPES, ResNet, resnet
-from .weights import WeightReport, load_into, read_weights
+from ..adapters import Residual
+from ..errors import InputError
+from ..lanes import Group, default_groups, key_of
+from ..plugins import called, check, find
+from .backbone import Backbone
+from .packages import PACKAGES
+from .resnet import SHAPES, resnet
+from .weights import WEIGHTS, WeightReport, load_into, read_weights
 
 __all__ = [
     "BACKBONES",
     "WEIGHTS",
+    "Backbone",
+    "GroupSizes",
     "WeightReport",
+    "backbone",
     "build_backbone",
     "count_groups",
     "group_sizes",
-    "lane_model",
+    "known",
     "load_into",
+    "names_code",
+    "network_of",
     "read_weights",
+    "same_weights",
+    "with_weights",
 ]
 
 BACKBONES = tuple(SHAPES)
-WEIGHTS = ("embedded", "torchvision", "fedavg", "random")  # what model.weights may be beside a file
+GROUP = "perada.backbones"  # of entry points
 
 
-def build_backbone(name: str, classes: int, weights: str, seed: int) -> tuple[ResNet, WeightReport | None]:
-    """A network with its weights in place; `weights` as in `read_weights`, or "random"."""
-    if name not in SHAPES:
-        raise unknown("backbone", name, SHAPES)
-    net = resnet(name, classes, seed)
-    if weights == "random":
-        return net, None
-    return net, load_into(net, read_weights(weights, name), weights)
+def known(name: str) -> None:
+    """Refuses a name that cannot be a backbone. Builds and imports nothing.
+
+    A name is one of `BACKBONES`, `torchvision:NAME`, `timm:NAME`, `package.module:callable`, or an entry point.
+    """
+    package, _, model = name.partition(":")
+    if not (package in PACKAGES and model):
+        check("backbone", GROUP, name, SHAPES)
 
 
-def lane_model(
-    net: ResNet, trained: str, adapter: str | None, dropout: float, seed: int, std: float = 1e-4
-) -> LaneModel:
-    """`net` with its lanes: with adapters (PerAda), or as it is (None: full-model methods)."""
-    return adapt(net, adapter=None, trained=trained, seed=seed)
+def names_code(name: str) -> bool:
+    """Returns whether what this name stands for is in a module that the name itself chooses."""
+    package, colon, _ = name.partition(":")
+    return bool(colon) and package not in PACKAGES
+
+
+def backbone(name: str, classes: int, seed: int = 0, head: str = "") -> Backbone:
+    """Returns the network of that name for so many classes, with first weights that depend on the seed.
+
+    A callable is called with `classes`. It returns a module, or a `Backbone`; a string attribute `head` of it or of
+    the module names the prediction layer. The argument `head` names another.
+    """
+    known(name)
+    if name in SHAPES:
+        return Backbone(resnet(name, classes, seed), head or "fc", name=name)
+    package, _, model = name.partition(":")
+    make: Callable[..., Any] = (
+        partial(PACKAGES[package], model) if package in PACKAGES else find("backbone", GROUP, name, SHAPES)
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key_of(seed, "backbone") & (2**63 - 1))
+        made = called("backbone", name, make, classes)
+    try:
+        if not isinstance(made, Backbone):
+            own = [h for h in (getattr(made, "head", None), getattr(make, "head", None)) if isinstance(h, str)]
+            made = Backbone(made, head or (own[0] if own else ""))
+        made = replace(made, head=head or made.head, name=name)
+    except InputError as error:
+        raise InputError(f"backbone {name!r}: {error}") from error
+    layer = made.head_layer
+    if isinstance(layer, nn.Linear) and layer.out_features != classes:
+        raise InputError(f"backbone {name!r} has {layer.out_features} outputs for {classes} classes")
+    return made
+
+
+def build_backbone(name: str, classes: int, weights: str, seed: int) -> tuple[nn.Module, WeightReport | None]:
+    """Returns a network with its weights in place (see `read_weights`; "random" for none), and what they gave."""
+    made = backbone(name, classes, seed)
+    return made.net, made.load(weights)
 
 
 @dataclass(frozen=True)
 class GroupSizes:
-    """The groups of a backbone with adapters, and the size of every tensor they name."""
+    """The parameter groups of a network, and the size of every tensor they name."""
 
     groups: Mapping[str, Group]
     size: Mapping[str, int]
-    model: LaneModel
+
+    @staticmethod
+    def of(net: nn.Module, groups: Mapping[str, Group]) -> GroupSizes:
+        return GroupSizes(groups, {n: t.numel() for n, t in (*net.named_parameters(), *net.named_buffers())})
 
     def parameters(self, group: Group) -> int:
         return sum(self.size[n] for n in group.params)
@@ -66,24 +114,23 @@ class GroupSizes:
 
 
 @lru_cache
-def network_of(name: str, classes: int) -> nn.Module:
+def network_of(name: str, classes: int) -> Backbone:
     """Returns a backbone with random weights; the same object for the same arguments."""
-    return build_backbone(name, classes, "random", 0)[0]
+    return backbone(name, classes)
 
 
+@lru_cache
 def group_sizes(name: str, classes: int) -> GroupSizes:
-    return module_sizes(network_of(name, classes), adapters=True)
-
-
-def module_sizes(net: nn.Module, adapters: bool, head: str | None = None) -> GroupSizes:
-    """Returns the parameter groups of a network, with adapters if asked for, and their sizes."""
-    model = adapt(net, adapter="residual" if adapters else None, trained="everything", head=head)
-    tensors = {**dict(model.module.named_parameters()), **dict(model.module.named_buffers())}
-    return GroupSizes(model.groups, {n: t.numel() for n, t in tensors.items()}, model)
+    """Returns the group sizes of a backbone with residual adapters, where it has places for them."""
+    made, kind = network_of(name, classes), Residual()
+    net = copy.deepcopy(made.net)
+    if kind.places(net):
+        kind.insert(net, 0)
+    return GroupSizes.of(net, default_groups(net, made.head))
 
 
 def count_groups(name: str, classes: int) -> dict[str, dict[str, int]]:
-    """Parameters and buffers (running statistics) of every group, counted on the adapter-augmented network."""
+    """Returns the parameters and buffers (running statistics) of every group of a backbone with adapters."""
     sizes = group_sizes(name, classes)
     return {n: {"parameters": sizes.parameters(g), "buffers": sizes.buffers(g)} for n, g in sizes.groups.items()}
 
@@ -96,6 +143,6 @@ def with_weights(net: nn.Module, file: Path) -> nn.Module:
 
 
 def same_weights(net: nn.Module, file: Path) -> bool:
-    """Whether a network has the weights of a run folder's file."""
-    found, own = read_weights(str(file), ""), net.state_dict()
-    return all(k in own and torch.equal(own[k].cpu().float(), t.float()) for k, t in found.items())
+    """Returns whether a network has the weights of a run folder's file."""
+    saved, own = read_weights(str(file), ""), net.state_dict()
+    return all(k in own and torch.equal(own[k].cpu().float(), t.float()) for k, t in saved.items())

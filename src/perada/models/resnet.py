@@ -1,11 +1,12 @@
 """ResNets with torchvision's parameter names, so that its checkpoints load.
 
-`resnet18` and `resnet34` (He et al., 2016) keep the ImageNet stem at every image size, as the paper does.
+`resnet18`, `resnet34` and `resnet50` (He et al., 2016) keep the ImageNet stem at every image size, as the paper does.
 `resnet8` is for images of 8 to 32 pixels: a 3×3 stem, no pooling, three stages of one block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,26 @@ def normed(norm: nn.Module, x: Tensor, add: Tensor | None = None) -> Tensor:
     return F.relu(y if add is None else y + add)
 
 
+def shortcut(inputs: int, outputs: int, stride: int) -> nn.Module | None:
+    """Returns the convolution beside a block that changes its input's shape; None where it does not."""
+    if stride == 1 and inputs == outputs:
+        return None
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+
+def joined(norm: nn.Module, path: Callable[[Tensor], Tensor], beside: nn.Module | None, x: Tensor) -> Tensor:
+    """ReLU(norm(path(x)) + beside(x))."""
+    if beside is None:
+        return normed(norm, path(x), x)
+    short, y = side_by_side(beside, path, x)
+    return normed(norm, y, short)
+
+
 class BasicBlock(nn.Module):
+    """Two 3×3 convolutions."""
+
+    widening = 1  # channels that come out, as a multiple of the width
+
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False)
@@ -31,26 +51,52 @@ class BasicBlock(nn.Module):
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU()
-        self.downsample: nn.Module | None = None
-        if stride != 1 or inputs != width:
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+        self.downsample = shortcut(inputs, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.downsample is None:
-            return normed(self.bn2, self._inner(x), x)
-        shortcut, y = side_by_side(self.downsample, self._inner, x)
-        return normed(self.bn2, y, shortcut)
+        return joined(self.bn2, self._path, self.downsample, x)
 
-    def _inner(self, x: Tensor) -> Tensor:
+    def _path(self, x: Tensor) -> Tensor:
         return self.conv2(normed(self.bn1, self.conv1(x)))  # type: ignore[no-any-return]
 
 
+class Bottleneck(nn.Module):
+    """A 3×3 convolution between two 1×1; the 3×3 has the stride, as in torchvision."""
+
+    widening = 4
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(4 * width)
+        self.relu = nn.ReLU()
+        self.downsample = shortcut(inputs, 4 * width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return joined(self.bn3, self._path, self.downsample, x)
+
+    def _path(self, x: Tensor) -> Tensor:
+        y = normed(self.bn2, self.conv2(normed(self.bn1, self.conv1(x))))
+        return self.conv3(y)  # type: ignore[no-any-return]
+
+
 class ResNet(nn.Module):
-    """Stages of basic blocks; every stage but the first halves the resolution."""
+    """Stages of blocks; every stage but the first halves the resolution."""
 
     stem = "conv1", "maxpool"  # may be applied beforehand: see LaneModel.stem
 
-    def __init__(self, blocks: tuple[int, ...], widths: tuple[int, ...], classes: int, small_stem: bool) -> None:
+    def __init__(
+        self,
+        blocks: tuple[int, ...],
+        widths: tuple[int, ...],
+        classes: int,
+        small_stem: bool,
+        block: type[BasicBlock] | type[Bottleneck] = BasicBlock,
+    ) -> None:
         super().__init__()
         kernel, stride = (3, 1) if small_stem else (7, 2)
         self.conv1 = nn.Conv2d(3, widths[0], kernel, stride, kernel // 2, bias=False)
@@ -60,9 +106,11 @@ class ResNet(nn.Module):
         self.stages = len(blocks)
         inputs = widths[0]
         for i, (count, width) in enumerate(zip(blocks, widths, strict=True)):
-            stage = [BasicBlock(inputs if j == 0 else width, width, 2 if i and j == 0 else 1) for j in range(count)]
-            self.add_module(f"layer{i + 1}", nn.Sequential(*stage))
-            inputs = width
+            stage = nn.Sequential()
+            for j in range(count):
+                stage.append(block(inputs, width, 2 if i and j == 0 else 1))
+                inputs = block.widening * width
+            self.add_module(f"layer{i + 1}", stage)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(inputs, classes)
 
@@ -79,18 +127,19 @@ class ResNet(nn.Module):
         return self.fc(x.flatten(1))  # type: ignore[no-any-return]
 
 
-SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {
-    "resnet8": ((1, 1, 1), (16, 32, 64), True),
-    "resnet18": ((2, 2, 2, 2), (64, 128, 256, 512), False),
-    "resnet34": ((3, 4, 6, 3), (64, 128, 256, 512), False),
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool, type[BasicBlock] | type[Bottleneck]]] = {
+    "resnet8": ((1, 1, 1), (16, 32, 64), True, BasicBlock),
+    "resnet18": ((2, 2, 2, 2), (64, 128, 256, 512), False, BasicBlock),
+    "resnet34": ((3, 4, 6, 3), (64, 128, 256, 512), False, BasicBlock),
+    "resnet50": ((3, 4, 6, 3), (64, 128, 256, 512), False, Bottleneck),
 }
 
 
 def resnet(name: str, classes: int, seed: int = 0) -> ResNet:
-    """A randomly initialised network: He's normal draw for convolutions, as torchvision has it."""
-    blocks, widths, small_stem = SHAPES[name]
+    """Returns a randomly initialised network, with He's normal draw for convolutions, as torchvision has it."""
+    blocks, widths, small_stem, block = SHAPES[name]
     with torch.device("meta"):
-        net = ResNet(blocks, widths, classes, small_stem)
+        net = ResNet(blocks, widths, classes, small_stem, block)
     net.to_empty(device="cpu")
     draw = torch.Generator().manual_seed(key_of(seed, "backbone") & (2**63 - 1))
     for layer in net.modules():

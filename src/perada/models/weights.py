@@ -1,10 +1,12 @@
-"""Pretrained weights from a file or from torchvision; what did not fit is always reported."""
+"""Pretrained weights from a file, torchvision or timm; what did not fit is always reported."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -12,10 +14,12 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 
+WEIGHTS = ("embedded", "torchvision", "timm", "fedavg", "random")  # what ModelOptions.weights may be besides a file
+
 
 @dataclass(frozen=True)
 class WeightReport:
-    """What a checkpoint gave to a network, key by key."""
+    """What a checkpoint gave to a network, by key."""
 
     source: str
     loaded: int
@@ -33,56 +37,86 @@ class WeightReport:
 
 
 def read_weights(source: str, backbone: str) -> dict[str, Tensor]:
-    """`embedded`, `torchvision`, a `.safetensors` or a `.pth` -> name -> tensor (float32)."""
+    """Returns the tensors of `embedded`, `torchvision`, `timm`, a `.safetensors` or a `.pth` file by name (float32)."""
     if source == "embedded":
-        held = resources.files("perada") / "assets" / f"{backbone}.safetensors"
-        with resources.as_file(held) as path:
+        asset = resources.files("perada") / "assets" / f"{backbone}.safetensors"
+        with resources.as_file(asset) as path:
             if not path.is_file():
-                raise InputError(f"no embedded weights for {backbone!r}: set model.weights to a file or 'random'")
+                raise InputError(
+                    f"no embedded weights for {backbone!r}: set ModelOptions.weights to a file or 'random'"
+                )
             return _read_file(path)
-    if source == "torchvision":
-        return _from_torchvision(backbone)
+    if source in LIBRARIES:
+        return _from_library(source, backbone)
     path = Path(source).expanduser()
     if not path.is_file():
         raise InputError(
-            f"model.weights: no file {source!r}; give a .safetensors or .pth file, or one of "
-            "'embedded', 'torchvision', 'fedavg', 'random'"
+            f"ModelOptions.weights: no file {source!r}; give a .safetensors or .pth file, or one of "
+            + ", ".join(map(repr, WEIGHTS))
         )
     return _read_file(path)
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
-    found: object
+    content: object
     try:
         if path.suffix == ".safetensors":
-            found = load_file(path)
+            content = load_file(path)
         else:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-            found = found.get("state_dict", found) if isinstance(found, dict) else found
-    except Exception as error:  # a damaged file breaks readers in any way there is
-        raise InputError(f"model.weights: cannot read {path}: it is damaged, or holds more than tensors") from error
-    if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(t, Tensor) for k, t in found.items()):
-        raise InputError(f"model.weights: {path} holds no flat dictionary of tensors (a state_dict)")
-    return {n.removeprefix("module."): t.float() if t.is_floating_point() else t for n, t in found.items()}
-
-
-def _from_torchvision(backbone: str) -> dict[str, Tensor]:
-    try:
-        from torchvision import models
-    except (ImportError, RuntimeError) as error:  # a CUDA build beside a CPU torch raises RuntimeError
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = content.get("state_dict", content) if isinstance(content, dict) else content
+    except Exception as error:  # a damaged file can break a reader in any way
         raise InputError(
-            "model.weights=torchvision needs the 'vision' extra: pip install 'perada[vision]' "
-            f"({str(error).splitlines()[0]})"
+            f"ModelOptions.weights: cannot read {path}: it is damaged, or holds more than tensors"
         ) from error
-    if not hasattr(models, backbone):
-        raise InputError(f"torchvision has no weights for {backbone!r}")
-    return dict(models.get_model(backbone, weights="DEFAULT").state_dict())
+    if not isinstance(content, dict) or not all(
+        isinstance(k, str) and isinstance(t, Tensor) for k, t in content.items()
+    ):
+        raise InputError(f"ModelOptions.weights: {path} holds no flat dictionary of tensors (a state_dict)")
+    return {n.removeprefix("module."): t.float() if t.is_floating_point() else t for n, t in content.items()}
 
 
-def load_into(net: nn.Module, found: dict[str, Tensor], source: str, head: str = "fc") -> WeightReport:
-    """Copy what fits. A head for other classes is left out; any other wrong shape is an error."""
+def package(name: str, module: str) -> Any:
+    """Returns a module of an optional package, or says in one line why there is none."""
+    try:
+        return import_module(module)
+    except (ImportError, RuntimeError) as error:  # a CUDA build beside a CPU torch raises RuntimeError
+        install = "pip install 'perada[vision]'" if name == "torchvision" else f"pip install {name}"
+        first = next(iter(str(error).splitlines()), "")
+        raise InputError(f"{name} cannot be imported ({first}): {install}") from error
+
+
+def _torchvision(name: str) -> nn.Module | None:
+    models = package("torchvision", "torchvision.models")
+    known = name in models.list_models(module=models)
+    return models.get_model(name, weights="DEFAULT") if known else None
+
+
+def _timm(name: str) -> nn.Module | None:
+    models = package("timm", "timm")
+    return models.create_model(name, pretrained=True) if models.is_model(name) else None
+
+
+LIBRARIES: dict[str, Callable[[str], nn.Module | None]] = {"torchvision": _torchvision, "timm": _timm}
+
+
+def _from_library(library: str, backbone: str) -> dict[str, Tensor]:
+    try:
+        net = LIBRARIES[library](backbone.removeprefix(f"{library}:"))
+    except (OSError, RuntimeError) as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise InputError(
+            f"ModelOptions.weights={library}: the weights of {backbone!r} cannot be had: {first}"
+        ) from error
+    if net is None:
+        raise InputError(f"{library} has no weights for {backbone!r}")
+    return dict(net.state_dict())
+
+
+def load_into(net: nn.Module, tensors: dict[str, Tensor], source: str, head: str = "fc") -> WeightReport:
+    """Copies what fits and reports it. A head for other classes is left out; any other wrong shape is an error."""
     own = {k: t for k, t in net.state_dict().items() if not k.endswith("num_batches_tracked")}
-    given = {k: t for k, t in found.items() if not k.endswith("num_batches_tracked")}
+    given = {k: t for k, t in tensors.items() if not k.endswith("num_batches_tracked")}
     fits = "loaded"
     if any(k.startswith(f"{head}.") and (k not in own or own[k].shape != t.shape) for k, t in given.items()):
         given = {k: t for k, t in given.items() if not k.startswith(f"{head}.")}
@@ -93,12 +127,14 @@ def load_into(net: nn.Module, found: dict[str, Tensor], source: str, head: str =
     if wrong:
         k = min(wrong)
         raise InputError(
-            f"model.weights: {source}: {k} has shape {list(given[k].shape)} but the network needs "
-            f"{list(own[k].shape)}: is model.backbone the one these weights were made for?"
+            f"ModelOptions.weights: {source}: {k} has shape {list(given[k].shape)} but the network needs "
+            f"{list(own[k].shape)}: is ModelOptions.backbone the one these weights were made for?"
         )
     shared = own.keys() & given.keys()
     if not shared:
-        raise InputError(f"model.weights: no key of {source} fits this network: is it a checkpoint of another one?")
+        raise InputError(
+            f"ModelOptions.weights: no key of {source} fits this network: is it a checkpoint of another one?"
+        )
     for k in shared:
         own[k].copy_(given[k])
     missing = tuple(sorted(k for k in own.keys() - given.keys() if fits == "loaded" or not k.startswith(f"{head}.")))

@@ -61,14 +61,15 @@ class Standings:
 
 
 def standings(summaries: Sequence[Mapping[str, Any]]) -> Standings:
-    """Returns rows in the paper's order; runs of one method are its seeds."""
+    """Returns rows in the paper's order, then methods of other packages; runs of one method are its seeds."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for s in summaries:
         groups.setdefault(s["method"], []).append(s)
+    order = [*(n for n in REGISTRY if n in groups), *(n for n in groups if n not in REGISTRY)]
     return Standings(
         data=summaries[0]["data"],
         unit="AUC" if summaries[0]["metric"] == "auc" else "accuracy",
-        rows=tuple(_row(name, groups[name]) for name in sorted(groups, key=list(REGISTRY).index)),
+        rows=tuple(_row(name, groups[name]) for name in order),
     )
 
 

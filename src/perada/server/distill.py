@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data.federation import Federation
-from ..data.public import Chunks
+from ..data.public import Chunks, as_public
 from ..errors import InputError
 from ..lanes import (
     Batch,
-    Gradient,
     LaneModel,
     Loss,
     Norm,
@@ -31,9 +30,10 @@ from ..lanes import (
     State,
     Stem,
     Update,
-    fast_kernels,
-    fold,
+    adam,
+    adam_states,
     loop,
+    ops_for,
     rng_of,
     sent,
     stack,
@@ -91,13 +91,12 @@ class Distill:
 
 def kl(teacher: Tensor, student: Tensor, temperature: float, multilabel: bool) -> Tensor:
     """KL(teacher ‖ student) of each sample, both as logits `[..., classes]`, times T² (Hinton et al.)."""
-    t, s = teacher / temperature, student / temperature
     if multilabel:
+        t, s = teacher / temperature, student / temperature
         p = t.sigmoid()
         each = p * (F.logsigmoid(t) - F.logsigmoid(s)) + (1 - p) * (F.logsigmoid(-t) - F.logsigmoid(-s))
         return each.sum(-1) * temperature**2
-    each = t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))
-    return each.sum(-1) * temperature**2
+    return ops_for(student.device).divergence(student, teacher, temperature)
 
 
 def chunks_of(images: int, options: Distill, seed: int) -> list[Tensor]:
@@ -110,12 +109,9 @@ def chunks_of(images: int, options: Distill, seed: int) -> list[Tensor]:
 
 def public_chunks(images: Tensor, federation: Federation, options: Distill, dtype: torch.dtype) -> Chunks:
     """Returns public images as chunks on the federation's device, prepared when they are asked for."""
-    if images.shape[2:] != federation.images.shape[2:]:
-        raise InputError(
-            f"public images are {tuple(images.shape[2:])} pixels and the clients' {tuple(federation.images.shape[2:])}"
-        )
-    if len(images) < 2 or options.size == 1:
-        raise InputError("distillation needs at least two public images: batch norm cannot normalise one")
+    images = as_public(images, federation)
+    if options.size == 1:
+        raise InputError("Distill.size must be at least two public images: batch norm cannot normalise one")
     chunks = torch.stack(chunks_of(len(images), options, federation.seed)).to(federation.device)
     return Chunks(federation, images.to(federation.device), chunks, dtype)
 
@@ -173,10 +169,7 @@ def _loss(temperature: float, multilabel: bool) -> Loss:
     """`kl` as the loss of a training loop: one function for each pair, so that recorded steps are found again."""
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        kernels = None if multilabel else fast_kernels(logits.device)
-        if kernels is None:
-            return kl(targets, logits, temperature, multilabel)
-        return kernels.divergence(logits, targets, temperature)  # type: ignore[no-any-return]
+        return kl(targets, logits, temperature, multilabel)
 
     return loss
 
@@ -192,13 +185,7 @@ class PublicBatches:
         self.capacity, self.first = capacity, torch.full((1,), first, device=key.device)
 
     def __call__(self, step: int | Tensor, lanes: Tensor) -> Batch:
-        kernels = fast_kernels(self.key.device) if isinstance(step, Tensor) else None
-        if kernels is None:
-            at = step + self.first
-            chunk = at % len(self.images)
-            targets, key = self.targets[chunk], fold(self.key, at)
-        else:
-            chunk, targets, key = kernels.chunk(step, self.first, self.key, self.targets)
+        chunk, targets, key = ops_for(self.key.device).chunk(step, self.first, self.key, self.targets)
         images = self.images.at(chunk) if isinstance(self.images, Chunks) else self.images[int(chunk)]
         return Batch(images, targets, None, key)
 
@@ -229,48 +216,8 @@ def rates(options: Distill) -> list[float]:
 
 @lru_cache(maxsize=64)
 def _adam(options: Distill, device: torch.device, dtype: torch.dtype) -> Update:
-    """Adam (Kingma & Ba, 2015) as a loop's step on (student, first moments, second moments, steps done) and, where
-    there is a pull, its centre."""
-    one, two, eps = 0.9, 0.999, 1e-8
-    plan = [*rates(options), 0.0]  # after its last step it stands still
-    table = torch.tensor(
-        [[r / (1 - one**t), (1 - two**t) ** -0.5] for t, r in enumerate(plan, 1)], dtype=dtype, device=device
-    )
-
-    def step(gradient: Gradient, states: tuple[State, ...]) -> tuple[State, ...]:
-        state, first, second, count, *centre = states
-        grads, state = gradient(state)
-        done, kernels = count.params["t"], fast_kernels(device)
-        if gradient.flat is not None and state.flat and first.flat and second.flat:  # to be recorded: nothing is read
-            p, m, v = (held.flat[0] for held in (state, first, second) if held.flat)
-            g = gradient.flat
-            for towards in centre:  # what no gradient is taken by never left its centre
-                assert towards.flat is not None
-                g = g.to(p.dtype) + options.pull * (p - towards.flat[0])
-            if kernels is not None:
-                p, m, v, after, total = kernels.adam_step(p, g, m, v, done, table, (one, two), eps)
-                gradient.totals.append(total)
-                gradient.summed |= {id(t) for t in (p, m, v, after)}
-            else:
-                rate, scale = table[done[:, 0].long().clamp(max=len(plan) - 1)].unsqueeze(-1).unbind(1)
-                g, after = g.to(p.dtype), done + 1
-                m, v = torch.lerp(m, g, 1 - one), torch.addcmul(v * two, g, g, value=1 - two)
-                p = p - rate * m / (v.sqrt() * scale + eps)
-            new = zip((state, first, second), (p, m, v), strict=True)
-            return *(held.with_flat(t, held.flat[1]) for held, t in new if held.flat), State({"t": after}), *centre
-        t = int(done) + 1
-        params, ms, vs = dict(state.params), dict(first.params), dict(second.params)
-        for name, g in grads.items():
-            for towards in centre:
-                g = g + options.pull * (params[name] - towards.params[name])
-            ms[name] = torch.lerp(ms[name], g, 1 - one)
-            vs[name] = torch.addcmul(vs[name] * two, g, g, value=1 - two)
-            size = (vs[name].sqrt() / (1 - two**t) ** 0.5).add_(eps)
-            length = plan[min(t, len(plan)) - 1] / (1 - one**t)
-            params[name] = torch.addcdiv(params[name], ms[name], size, value=-length)
-        return State(params, state.buffers), State(ms), State(vs), State({"t": done + 1}), *centre
-
-    return step
+    """Returns the student's optimiser: one per setting, so that its table is made once."""
+    return adam(rates(options), options.pull, device, dtype)
 
 
 def distill(
@@ -298,22 +245,17 @@ def distill(
         targets = blank.index_copy_(0, sent(torch.tensor(used), model.device), targets)
     like = next(iter(student.params.values()))
     keys = sent(torch.tensor([key], dtype=torch.int64), model.device)
-    zeros = State({n: torch.zeros_like(p) for n, p in student.params.items()})
     how = Options(norm="train" if options.student_norm == "batch" else "running", weight_decay=options.weight_decay)
     loss, update = _loss(options.temperature, multilabel), _adam(options, model.device, like.dtype)
-
-    def begun(step: int) -> tuple[State, ...]:
-        count = State({"t": torch.full((1, 1), step, dtype=torch.float64, device=model.device)})
-        return student, zeros, zeros, count, *([State(student.params)] if options.pull else [])
 
     def trained(states: tuple[State, ...], first: int, steps: int) -> Result:
         batches = PublicBatches(images, targets, keys, options.steps, used[0] + first)
         return loop(model, states, batches, loss, [steps], update, how, ("distill", options))
 
-    states, done, traces = begun(0), 0, list[Tensor]()
+    states, done, traces = adam_states(student, options.pull), 0, list[Tensor]()
     kept = [student] * (len(options.judged()) - len(options.snapshots())) if options.guard != "none" else []
     if len(kept) > 1 and student.buffers:
-        still = trained(begun(options.steps), 0, min(options.steps, STATISTICS)).state
+        still = trained(adam_states(student, options.pull, options.steps), 0, min(options.steps, STATISTICS)).state
         kept[1] = State(student.params, still.buffers)
     finite = [torch.ones(1, dtype=torch.bool, device=model.device)] * (1 + len(kept))  # the first is nobody's
     for step in options.snapshots():

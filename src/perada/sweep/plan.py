@@ -17,11 +17,11 @@ from ..config import Config, resolve
 from ..config.build import build, pretraining
 from ..config.settings import MOVED, Settings
 from ..data import Federation, build_federation
-from ..errors import InputError, Interrupted, RunError, unknown
+from ..errors import InputError, Interrupted, RunError
 from ..experiment import Experiment, Say
 from ..lanes import Pool
 from ..machine import device_of
-from ..methods import REGISTRY
+from ..methods import REGISTRY, check_name
 from ..runs.folder import RunFolder, locked, write_atomic
 from ..runs.loop import train_in
 from ..runs.names import chosen_source, free_path, newest_path, resumable, source_name, whole_name
@@ -41,8 +41,8 @@ def choose_methods(methods: str | Sequence[str] | None) -> list[str]:
     if not names:
         raise InputError("--methods: name at least one method, or all")
     for name in names:
-        if name != "all" and name not in REGISTRY:
-            raise unknown("method", name, [*REGISTRY, "all"])
+        if name != "all":
+            check_name(name)
     return list(REGISTRY) if "all" in names else list(dict.fromkeys(names))
 
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from ..cli import tables
-from ..cli.console import AsJson, err, out, print_json, tell
-from . import data_home, download
+from ..data import data_home, download
+from . import tables
+from .console import AsJson, err, out, print_json, tell
 
 app = typer.Typer(no_args_is_help=True, help="Fetch the data sets of the paper.")
 
@@ -20,7 +20,7 @@ def get_command(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="see `perada data list`")],
     root: Annotated[Path | None, typer.Option(help="default $PERADA_DATA or ~/.cache/perada/data")] = None,
 ) -> None:
-    """Download data sets, checked and resumed where a download was cut."""
+    """Download data sets and check them; a download that was cut is resumed."""
     home = root or Path(data_home())
     for name in names:
         download.check(name, home)  # before a bar is drawn
@@ -42,9 +42,9 @@ def get_command(
 
 @app.command("list")
 def list_command(root: Annotated[Path | None, typer.Option()] = None, as_json: AsJson = False) -> None:
-    """The data sets that can be fetched, and what must be fetched by hand."""
+    """List the data sets that can be fetched, and those to fetch by hand."""
     home = root or Path(data_home())
-    entries = download.catalogue()
+    entries = list(download.CATALOGUE.values())
     if as_json:
         print_json(
             [

@@ -1,8 +1,8 @@
-"""Compiling kernels in other processes: in threads they would wait for each other, and a first round for all of them.
+"""Compiles kernels in other processes. Threads would wait for each other, and the first round for all of them.
 
-A process is told what to compile, a line of JSON each, and leaves it in Triton's cache on disk, where the one that
-asked finds it. It ends when that one does, or when it has not been asked for a minute. Where Triton does things another
-way, kernels are compiled where they are needed, which only takes longer.
+A process reads what to compile, as lines of JSON, and leaves the kernels in Triton's cache on disk, where the process
+that asked finds them. It ends with that process, or after a minute without work. If another version of Triton works
+differently, kernels are compiled where they are needed, which only takes longer.
 """
 
 from __future__ import annotations
@@ -19,25 +19,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ..plain import Ops
+
 IDLE = 60.0  # seconds
 MOST = 14  # processes, each of which has torch in memory
 _idle: queue.Queue[subprocess.Popen[str]] = queue.Queue()
 _started: list[subprocess.Popen[str]] = []
-_told: list[Path] = []  # the stamp, once there are processes
+_stamps: list[Path] = []  # set once there are processes
+
+
+def get_ready(ops: Ops, device: torch.device) -> None:
+    """`Ops.get_ready`."""
+    if device.type == "cuda":
+        start(torch.cuda.get_device_capability(device))
 
 
 def start(capability: tuple[int, int]) -> None:
-    """Starts a few processes, unless this machine's cache has seen these kernels."""
+    """Starts a few processes, unless the cache of this machine has these kernels."""
     if _started or _stamp(capability).exists():
         return
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     cores = os.cpu_count() or 1
-    for _ in range(max(min(8, cores), min(MOST, cores - 2))):  # of many cores two are for what goes on here
+    for _ in range(max(min(8, cores), min(MOST, cores - 2))):  # two of many cores are left for this process
         one = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
@@ -45,23 +54,23 @@ def start(capability: tuple[int, int]) -> None:
             stderr=subprocess.DEVNULL,
             text=True,
             env=env,
-            start_new_session=True,  # Ctrl-C is not for them
+            start_new_session=True,  # Ctrl-C must not reach them
         )
         _started.append(one)
         _idle.put(one)
-    _told.append(_stamp(capability))
+    _stamps.append(_stamp(capability))
 
 
 def remember() -> None:
-    """What was asked for is in the cache."""
-    for stamp in _told:
+    """Notes that the cache has these kernels."""
+    for stamp in _stamps:
         with contextlib.suppress(OSError):
             stamp.parent.mkdir(parents=True, exist_ok=True)
             stamp.touch()
 
 
 def _stamp(capability: tuple[int, int]) -> Path:
-    """A file beside Triton's cache, which says that kernels like these were compiled."""
+    """Returns the file beside Triton's cache that notes that kernels like these were compiled."""
     home = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
     about = hashlib.sha256(f"{triton.__version__} {capability}".encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
@@ -70,11 +79,11 @@ def _stamp(capability: tuple[int, int]) -> Path:
 
 
 def ask(source: Any, target: Any, options: dict[str, Any]) -> None:
-    """Has this compiled, if there are processes for it. What goes wrong there goes wrong here, too, and is said."""
+    """Lets a process compile this, if there is one. An error there occurs here, too, where it is reported."""
     one = _free()
     if one is None or one.stdin is None or one.stdout is None:
         return
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # then it is compiled here
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # then this process compiles it
         what = {
             "kernel": [source.fn.__module__, source.fn.__name__],
             "signature": source.signature,
@@ -90,7 +99,7 @@ def ask(source: Any, target: Any, options: dict[str, Any]) -> None:
 
 
 def _free() -> subprocess.Popen[str] | None:
-    """One that has nothing to do; None where none is left, as they end when they are not asked for a while."""
+    """Returns an idle process, or None if all have ended."""
     while any(one.poll() is None for one in _started):
         with contextlib.suppress(queue.Empty):
             one = _idle.get(timeout=1.0)
@@ -100,11 +109,11 @@ def _free() -> subprocess.Popen[str] | None:
 
 
 def asking(kernel: Any, device: int) -> None:
-    """From now on this kernel asks before it is compiled."""
+    """Makes this kernel ask a process before it is compiled here."""
     caches = getattr(kernel, "device_caches", None)
     if caches is None:
         return
-    caches[device]  # which Triton makes, together with what compiles
+    caches[device]  # Triton makes the compile function together with this cache
     real = getattr(kernel, "compile", None)
     if real is None or getattr(real, "asks", False):
         return
@@ -138,7 +147,7 @@ def _decoded(value: dict[str, Any]) -> Any:
 
 
 def compiled(line: str) -> None:
-    """What `ask` asked for."""
+    """Compiles what a line from `ask` says."""
     what = json.loads(line, object_hook=_decoded)
     module, name = what["kernel"]
     kernel = getattr(importlib.import_module(module), name)
@@ -153,7 +162,7 @@ def compiled(line: str) -> None:
 
 def main() -> None:
     while select.select([sys.stdin], [], [], IDLE)[0] and (line := sys.stdin.readline()):
-        with contextlib.suppress(Exception):  # the one that asked will see for itself
+        with contextlib.suppress(Exception):  # the process that asked sees the error itself
             compiled(line)
         print(flush=True)
 

@@ -1,4 +1,4 @@
-"""Losses with their gradients, taken on the way."""
+"""Losses that compute their gradients in the forward pass."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..plain import Ops
 from .launch import launch
 
 _ROWS = 16
@@ -50,15 +51,15 @@ class _CrossEntropy(torch.autograd.Function):
         return grad * g.unsqueeze(-1), None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """logits `[..., classes]`, targets int64 `[...]` -> the loss of each."""
-    found: Tensor = _CrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
-    return found
+def cross_entropy(ops: Ops, logits: Tensor, targets: Tensor) -> Tensor:
+    """`Ops.cross_entropy` with its gradient in one kernel."""
+    losses: Tensor = _CrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
+    return losses
 
 
 @triton.jit
 def _softmax(ptr, at, mask, inside, TEMPERATURE: tl.constexpr):
-    """Softmax and its logarithm of rows, which are logits; of rows that are none, of zeros."""
+    """Softmax and log-softmax of rows of logits; rows outside of the tensor are zeros."""
     x = tl.where(inside, tl.load(ptr + at, mask=mask, other=-1e30), 0.0) / TEMPERATURE
     x -= tl.max(x, 1)[:, None]
     e = tl.exp(x)
@@ -102,7 +103,7 @@ class _Divergence(torch.autograd.Function):
         return grad * g.unsqueeze(-1), None, None
 
 
-def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """KL(teacher ‖ student) of logits `[..., classes]`, times T²."""
-    found: Tensor = _Divergence.apply(student, teacher, temperature)  # type: ignore[no-untyped-call]
-    return found
+def divergence(ops: Ops, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """`Ops.divergence` with its gradient in one kernel."""
+    losses: Tensor = _Divergence.apply(student, teacher, temperature)  # type: ignore[no-untyped-call]
+    return losses

@@ -1,6 +1,6 @@
-"""A training batch in one kernel: images by number, mirrored, shifted, normalised, in channels_last.
+"""A training batch in one kernel: images by number, mirrored, shifted and normalised, in channels_last.
 
-`data/augment.py` has the same in plain torch, and says what is drawn.
+`data/augment.py` has the same in plain torch, and explains the draws.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..random import folding
+from ...random import folding
+from ..plain import Augment, Colours, Draws, Ops
 from .launch import launch, only_compiling
 from .tiles import drawn, mixed, wide
 
 
 @triton.jit
 def _unit(bits):
-    """`random.uniform` from `random.bits`."""
+    """`random.uniform` of `random.bits`."""
     return ((bits >> 8) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
 
 
@@ -26,7 +27,7 @@ def _views(
     pool_ptr, index_ptr, key_ptr, mean_ptr, std_ptr, out_ptr, batch, height, width, pad, salt, stride,
     DRAWS: tl.constexpr, CHANNELS: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """DRAWS: how many a sample has: 0, 1 (mirrored) or 3 (and shifted down and to the right)."""
+    """DRAWS: per sample 0, 1 (mirrored) or 3 (also shifted down and to the right)."""
     n, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, column = i // width, i % width
     if DRAWS > 0:
@@ -47,34 +48,33 @@ def _views(
 
 
 def views(
+    ops: Ops,
     pool: Tensor,
-    index: Tensor,
+    samples: Tensor,
     keys: Tensor,
-    salt: int,
-    draws: int,
-    pad: int,
-    mean: Tensor,
-    std: Tensor,
-    dtype: torch.dtype,
+    augment: Augment,
+    draws: Draws,
+    colours: Colours,
 ) -> Tensor:
-    """pool uint8 `[N, C, H, W]`, index int64 `[k, B]`, keys int64 `[k]`, mean and std `[3, 1, 1]`
-    -> `[k·B, 3, H, W]`."""
-    (lanes, batch), (_, channels, height, width) = index.shape, pool.shape
-    made = torch.empty(
-        lanes * batch, 3, height, width, dtype=dtype, device=pool.device, memory_format=torch.channels_last
-    )
+    """`Ops.views` in one kernel, for augmentations that it knows."""
+    if draws is None:
+        return Ops.views(ops, pool, samples, keys, augment, draws, colours)
+    (salt, number, shift), (mean, std) = draws, (c.expand(3, 1, 1) for c in colours)
+    (lanes, batch), (_, channels, height, width) = samples.shape, pool.shape
+    like = torch.channels_last
+    made = torch.empty(lanes * batch, 3, height, width, dtype=mean.dtype, device=pool.device, memory_format=like)
     block = min(1024, triton.next_power_of_2(height * width))
     launch(
         _views, (lanes * batch, triton.cdiv(height * width, block)),
-        pool, index, keys, mean, std, made, batch, height, width, pad, folding(salt), mean.stride(0),
-        DRAWS=draws, CHANNELS=channels, ACC=wide(made)[0], BLOCK=block,
+        pool, samples, keys, mean, std, made, batch, height, width, shift, folding(salt), mean.stride(0),
+        DRAWS=number, CHANNELS=channels, ACC=wide(made)[0], BLOCK=block,
     )  # fmt: skip
     return made
 
 
 @triton.jit
 def _blocks(x_ptr, out_ptr, pixels, height, width, BLOCK: tl.constexpr):
-    """A row of the output is a block of 2×2 pixels: 16 numbers, of which three colours make twelve."""
+    """A row of the output is a block of 2×2 pixels: 16 numbers, twelve of them from three colours."""
     n, i, q = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 16)
     inside = (i < pixels)[:, None] & (q < 16)[None, :]
     across = width // 2 + 3
@@ -86,9 +86,10 @@ def _blocks(x_ptr, out_ptr, pixels, height, width, BLOCK: tl.constexpr):
     tl.store(out_ptr + (n * pixels + i)[:, None] * 16 + q[None, :], value, mask=inside)
 
 
-def blocks(x: Tensor) -> Tensor:
-    """Colour images `[n, 3, H, W]` in blocks of 2×2 pixels, `pixel_unshuffle` as channels: `[n, 16, H/2 + 3, W/2 + 3]`,
-    with zeros for two blocks above and left, one below and right, and the last four channels."""
+def blocks(ops: Ops, x: Tensor) -> Tensor:
+    """`Ops.blocks` in one kernel, for images that need no gradient."""
+    if x.requires_grad:
+        return Ops.blocks(ops, x)
     x = x.contiguous(memory_format=torch.channels_last)
     n, _, height, width = x.shape
     out = height // 2 + 3, width // 2 + 3
@@ -111,19 +112,18 @@ def _picked(
     tl.store(key_out + k, mixed(tl.load(key_ptr + lane) + (step + 1) * -7046029254386353131))
 
 
-def picked(
-    index: Tensor, row: Tensor, keys: Tensor, targets: Tensor, lanes: Tensor, steps: Tensor
+def client_batch(
+    ops: Ops, index: Tensor, row: Tensor, keys: Tensor, targets: Tensor, lanes: Tensor, step: int | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `lanes` `[k]` see at `steps` `[k]`: sample numbers and targets `[k, B]`, and keys `[k]`.
-
-    index `[clients, steps, B]`; row and keys are the lanes' clients and keys, targets everybody's.
-    """
+    """`Ops.client_batch` in one kernel, for a tensor of steps and one label per image."""
+    if not isinstance(step, Tensor) or targets.dim() != 1:
+        return Ops.client_batch(ops, index, row, keys, targets, lanes, step)
     (_, capacity, batch), number = index.shape, len(lanes)
-    make = torch.zeros if only_compiling() else torch.empty  # numbers that index something are never left to chance
+    make = torch.zeros if only_compiling() else torch.empty  # indices must be valid even if no kernel runs
     samples, found = (make(number, batch, dtype=torch.int64, device=index.device) for _ in range(2))
     folded = torch.empty(number, dtype=torch.int64, device=index.device)
     launch(
-        _picked, (number,), index, row, keys, lanes, steps, targets, samples, found, folded, capacity, batch,
+        _picked, (number,), index, row, keys, lanes, step, targets, samples, found, folded, capacity, batch,
         BLOCK=triton.next_power_of_2(batch),
     )  # fmt: skip
     return samples, found, folded
@@ -142,8 +142,10 @@ def _chunk(
         tl.store(key_out, mixed(tl.load(key_ptr) + (at + 1) * -7046029254386353131))
 
 
-def chunk(step: Tensor, first: Tensor, key: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The number of the chunk seen at a step (all int64 `[1]`), the targets `[1, ...]` there, and the step's key."""
+def chunk(ops: Ops, step: int | Tensor, first: Tensor, key: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`Ops.chunk` in one kernel, for a step that is a tensor."""
+    if not isinstance(step, Tensor):
+        return Ops.chunk(ops, step, first, key, targets)
     make = torch.zeros_like if only_compiling() else torch.empty_like
     found, number, folded = torch.empty_like(targets[:1]), make(step), torch.empty_like(key)
     launch(

@@ -1,11 +1,11 @@
-"""Batch norm over lanes, with the dropout, the residual sum and the ReLU that stand around it.
+"""Batch norm over lanes, with the dropout, the residual sum and the ReLU around it.
 
-Where a program can hold all rows of some channels a norm is one kernel forward and one backward, otherwise two.
+A norm is one kernel forward and one backward where a program can hold all rows of some channels, otherwise two.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -13,12 +13,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..random import dropout_threshold, folding
+from ...random import dropout_threshold, folding
+from ..plain import Ops, Statistics
 from .launch import launch
 from .tiles import (
     MOST,
     UNROLL,
-    Statistics,
     Tiles,
     kept,
     lane_values,
@@ -32,6 +32,9 @@ from .tiles import (
     wide,
 )  # fmt: skip
 
+if TYPE_CHECKING:
+    from ...layers import LaneBatchNorm
+
 
 @triton.jit
 def _forward(
@@ -42,13 +45,13 @@ def _forward(
     EPS: tl.constexpr, KEEP: tl.constexpr, RUNNING: tl.constexpr, COPY: tl.constexpr, ACC: tl.constexpr,
     WHOLE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """y = norm(x), then dropout, or plus a residual, or ReLU. The statistics are the running ones, or of the rows,
-    which this program has all (WHOLE) or which `_sums` has seen. A copy of x is made where one is wanted."""
+    """y = norm(x), then dropout, or plus a residual, or ReLU. The statistics are the running ones, or those of the
+    rows, which are all in this program (WHOLE) or were summed by `_sums`. COPY: also stores a copy of x."""
     k = tl.program_id(0).to(tl.int64)
     r, c = tl.program_id(1) * BR + tl.arange(0, BR), tl.program_id(2) * BC + tl.arange(0, BC)
     inside = c < channels
     mask = (r < rows)[:, None] & inside[None, :]
-    lane, at = k * rows * channels, r[:, None] * channels + c[None, :]  # within a lane 32 bits do, and are cheaper
+    lane, at = k * rows * channels, r[:, None] * channels + c[None, :]  # 32 bits are enough within a lane, and cheaper
     x = tl.load(x_ptr + lane + at, mask=mask, other=0.0).to(ACC)
     if COPY:
         tl.store(copy_ptr + lane + at, x.to(copy_ptr.dtype.element_ty), mask=mask)
@@ -81,7 +84,7 @@ def _gradient(
     SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, POWER: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """The gradient that reaches the norm, behind ReLU (where the output is positive) and dropout."""
+    """The gradient that reaches the norm, after those of ReLU (where the output is positive) and dropout."""
     g = tl.load(g_ptr + at, mask=mask, other=0.0).to(ACC)
     if RELU:
         if ADD:
@@ -102,7 +105,7 @@ def _backward_sums(
     ACC: tl.constexpr,
     EVEN: tl.constexpr, UNROLL: tl.constexpr, MOST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Σg and Σ g·x̂ of a part of the rows; the last of the parts has them of all, which are the affine's gradients."""
+    """Σg and Σ g·x̂ of a part of the rows; the last part to finish adds up all. They are the affine's gradients."""
     k, column, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     c = column * BC + tl.arange(0, BC)
     inside = c < channels
@@ -130,11 +133,11 @@ def _backward_sums(
         first, second = reduced(part_ptr, k, c, inside, channels, parts, MOST)
         tl.store(sums_ptr + 2 * k * channels + c, first, mask=inside)
         tl.store(sums_ptr + (2 * k + 1) * channels + c, second, mask=inside)
-        affine_grads(first, second, k, c, inside, dweight_ptr, dbias_ptr, dweight_stride, dbias_stride)
+        intos(first, second, k, c, inside, dweight_ptr, dbias_ptr, dweight_stride, dbias_stride)
 
 
 @triton.jit
-def affine_grads(first, second, k, c, inside, dweight_ptr, dbias_ptr, dweight_stride, dbias_stride):
+def intos(first, second, k, c, inside, dweight_ptr, dbias_ptr, dweight_stride, dbias_stride):
     """Σg is the bias's gradient, Σ g·x̂ the weight's."""
     tl.store(dbias_ptr + k * dbias_stride + c, first.to(dbias_ptr.dtype.element_ty), mask=inside)
     tl.store(dweight_ptr + k * dweight_stride + c, second.to(dweight_ptr.dtype.element_ty), mask=inside)
@@ -148,7 +151,7 @@ def _backward(
     EXTRA: tl.constexpr,
     ACC: tl.constexpr, WHOLE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """dx = w/σ (g − mean(g) − x̂ mean(g·x̂)) (+ extra); the residual's gradient; those of the affine `[K, C]`."""
+    """dx = w/σ (g − mean(g) − x̂ mean(g·x̂)) (+ extra); the gradients of the residual and of the affine `[K, C]`."""
     k = tl.program_id(0).to(tl.int64)
     r, c = tl.program_id(1) * BR + tl.arange(0, BR), tl.program_id(2) * BC + tl.arange(0, BC)
     inside = c < channels
@@ -158,7 +161,7 @@ def _backward(
     lane, at = k * rows * channels, r[:, None] * channels + c[None, :]
     centred = tl.load(x_ptr + lane + at, mask=mask, other=0.0).to(ACC) - mean[None, :]
     scale = weight * rstd
-    # A residual's gradient is the one before dropout, and dropout never stands with a residual.
+    # A residual's gradient is the one before dropout; a norm never has both.
     g = _gradient(
         centred, g_ptr + lane, y_ptr + lane, scale, bias, key_ptr, at, mask, k, r, c, channels, pixels, salt,
         threshold, SCALE, RELU, ADD, DROP, POWER, ACC,
@@ -166,7 +169,7 @@ def _backward(
     if WHOLE:
         first = tl.sum(tl.where(mask, g, 0.0), 0)
         second = tl.sum(tl.where(mask, g * centred, 0.0), 0) * rstd
-        affine_grads(first, second, k, c, inside, dweight_ptr, dbias_ptr, dweight_stride, dbias_stride)
+        intos(first, second, k, c, inside, dweight_ptr, dbias_ptr, dweight_stride, dbias_stride)
     else:
         first, second = lane_values(sums_ptr, sums_ptr + channels, k, c, inside, 2 * channels, ACC)
     if ADD:
@@ -178,49 +181,50 @@ def _backward(
 
 
 class Drop(NamedTuple):
-    """Dropout behind a norm: the lanes' keys int64 `[K]`, the layer's salt, the probability."""
+    """Dropout after a norm: the lanes' keys int64 `[K]`, the layer's salt, the probability."""
 
     keys: Tensor
     salt: int
     p: float
 
 
-class How(NamedTuple):
-    """What stands around a norm, and where gradients go."""
+class Settings(NamedTuple):
+    """A norm's settings, what follows it, and where its gradients go."""
 
     running: Statistics
     relu: bool = False
     drop: Drop | None = None
-    slots: tuple[Tensor | None, ...] = (None, None, None)  # where the gradients of weight, bias and matrix are written
+    slots: tuple[Tensor | None, ...] = (None, None, None)  # for the gradients of weight, bias and matrix
 
 
 def dropout(drop: Drop | None, other: Tensor) -> tuple[Tensor, int, int, float]:
+    """Returns keys, salt, threshold and scale for a kernel; without dropout any tensor serves as keys."""
     if drop is None:
         return other, 0, 0, 1.0
     return drop.keys, folding(drop.salt), dropout_threshold(drop.p), 1.0 / (1.0 - drop.p)
 
 
 def stride_of(weight: Tensor) -> int:
-    """From a lane's affine to the next lane's; 0 where all share a frozen one."""
+    """Returns the distance from one lane's affine to the next; 0 where all lanes share a frozen one."""
     return weight.stride(0) if weight.dim() == 2 else 0
 
 
 def grads_of(moment: Tensor, dtype: torch.dtype, slots: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """Where gradients `[K, C]` are written: the slots, and room for those that have none."""
+    """Returns where gradients `[K, C]` are written: the slots, and new tensors for those without."""
     return tuple(torch.empty_like(moment, dtype=dtype) if s is None else s for s in slots)
 
 
 def normed(
-    x: Tensor, weight: Tensor, bias: Tensor, how: How, add: Tensor | None = None, copy: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor, settings: Settings, add: Tensor | None = None, copy: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, mean and 1/σ. x is channels_last; so is `copy`, into which x is copied."""
-    running = how.running
-    cut = tiles(x, running.mean.shape[0], sums=running.how != "running")
+    """Returns y, mean and 1/σ. x is channels_last, and so is `copy`, into which x is copied."""
+    running = settings.running
+    cut = tiles(x, running.mean.shape[0], sums=running.mode != "running")
     acc, dtype = wide(x)
     mean = torch.empty(cut.lanes, cut.channels, dtype=dtype, device=x.device)
     rstd, y = torch.empty_like(mean), torch.empty_like(x)
-    keys, salt, threshold, scale = dropout(how.drop, x)
-    if cut.parts > 1 and running.how != "running":
+    keys, salt, threshold, scale = dropout(settings.drop, x)
+    if cut.parts > 1 and running.mode != "running":
         take_statistics(x, mean, rstd, running, cut)
     cut = cut.spread(64)
     launch(
@@ -228,9 +232,9 @@ def normed(
         x, x if add is None else add, y, x if copy is None else copy,
         weight, bias, mean, rstd, running.mean, running.var, keys,
         cut.rows, cut.channels, cut.pixels, stride_of(weight), running.mean.stride(0), salt, threshold,
-        SCALE=scale, RELU=how.relu, ADD=add is not None, DROP=how.drop is not None, POWER=cut.power,
-        MOMENTUM=running.momentum, EPS=running.eps, KEEP=running.how == "train" and cut.parts == 1,
-        RUNNING=running.how == "running", COPY=copy is not None, ACC=acc, WHOLE=cut.parts == 1, BR=cut.block[0],
+        SCALE=scale, RELU=settings.relu, ADD=add is not None, DROP=settings.drop is not None, POWER=cut.power,
+        MOMENTUM=running.momentum, EPS=running.eps, KEEP=running.mode == "train" and cut.parts == 1,
+        RUNNING=running.mode == "running", COPY=copy is not None, ACC=acc, WHOLE=cut.parts == 1, BR=cut.block[0],
         BC=cut.block[1], num_warps=cut.warps,
     )  # fmt: skip
     return y, mean, rstd
@@ -242,21 +246,21 @@ def affine_sums(
     y: Tensor,
     affine: tuple[Tensor, Tensor],
     moments: tuple[Tensor, Tensor],
-    how: How,
+    settings: Settings,
     grads: tuple[Tensor, ...],
     cut: Tiles,
     add: bool = False,
 ) -> Tensor:
-    """Writes the gradients of weight and bias. Returns Σg and Σ g·x̂, `[K, 2, C]`, which they are, unrounded."""
+    """Writes the gradients of weight and bias. Returns Σg and Σ g·x̂, the same before rounding, `[K, 2, C]`."""
     acc, dtype = wide(x)
     part = torch.empty(cut.lanes, cut.parts, 2, cut.channels, dtype=dtype, device=x.device)
     sums = torch.empty(cut.lanes, 2, cut.channels, dtype=dtype, device=x.device)
-    keys, salt, threshold, scale = dropout(how.drop, x)
+    keys, salt, threshold, scale = dropout(settings.drop, x)
     launch(
         _backward_sums, (cut.lanes, cut.columns, cut.parts),
         x, g, y, *affine, *moments, keys, part, sums, *grads, tickets(x.device),
         cut.rows, cut.channels, cut.pixels, stride_of(affine[0]), grads[0].stride(0), grads[1].stride(0), cut.parts,
-        cut.chunk, cut.loops, salt, threshold, SCALE=scale, RELU=how.relu, ADD=add, DROP=how.drop is not None,
+        cut.chunk, cut.loops, salt, threshold, SCALE=scale, RELU=settings.relu, ADD=add, DROP=settings.drop is not None,
         POWER=cut.power, ACC=acc, EVEN=cut.even, UNROLL=UNROLL, MOST=MOST, BR=cut.block[0], BC=cut.block[1],
         num_warps=cut.warps,
     )  # fmt: skip
@@ -269,45 +273,45 @@ def gradients(
     y: Tensor,
     affine: tuple[Tensor, Tensor],
     moments: tuple[Tensor, Tensor],
-    how: How,
+    settings: Settings,
     add: bool = False,
     extra: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """dx, the residual's gradient and the gradients of weight and bias, `[K, C]` each."""
+    """Returns dx, the residual's gradient, and the gradients of weight and bias, `[K, C]` each."""
     (mean, rstd), (weight, bias) = moments, affine
     cut = tiles(x, mean.shape[0])
-    found = grads_of(mean, weight.dtype, how.slots[:2])
-    sums = mean if cut.parts == 1 else affine_sums(g, x, y, affine, moments, how, found, cut, add)
+    into = grads_of(mean, weight.dtype, settings.slots[:2])
+    sums = mean if cut.parts == 1 else affine_sums(g, x, y, affine, moments, settings, into, cut, add)
     dx, residual = torch.empty_like(x), torch.empty_like(x) if add else None
-    keys, salt, threshold, scale = dropout(how.drop, x)
+    keys, salt, threshold, scale = dropout(settings.drop, x)
     cut = cut.spread(32)
     launch(
         _backward, cut.grid,
         x, g, y, g if extra is None else extra, dx, dx if residual is None else residual,
-        weight, bias, mean, rstd, sums, keys, *found,
-        cut.rows, cut.channels, cut.pixels, stride_of(weight), found[0].stride(0), found[1].stride(0), salt, threshold,
-        SCALE=scale, RELU=how.relu, ADD=add, DROP=how.drop is not None, POWER=cut.power,
+        weight, bias, mean, rstd, sums, keys, *into,
+        cut.rows, cut.channels, cut.pixels, stride_of(weight), into[0].stride(0), into[1].stride(0), salt, threshold,
+        SCALE=scale, RELU=settings.relu, ADD=add, DROP=settings.drop is not None, POWER=cut.power,
         EXTRA=extra is not None, ACC=wide(x)[0], WHOLE=cut.parts == 1, BR=cut.block[0], BC=cut.block[1],
         num_warps=cut.warps,
     )  # fmt: skip
-    return dx, residual, found
+    return dx, residual, into
 
 
 def unslotted(grads: tuple[Tensor, ...], slots: tuple[Tensor | None, ...], wanted: tuple[bool, ...]) -> list[Any]:
-    """The gradients to hand to autograd: those that are wanted and were not written where they belong."""
+    """Returns the gradients for autograd: those that it needs and that were not written into a slot."""
     return [g if w and s is None else None for g, s, w in zip(grads, slots, wanted, strict=True)]
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, how: How
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, settings: Settings
     ) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
         add = None if add is None else add.contiguous(memory_format=torch.channels_last)
-        y, mean, rstd = normed(x, weight, bias, how, add)
-        ctx.save_for_backward(x, y if how.relu and add is not None else x, weight, bias, mean, rstd)
-        ctx.how, ctx.add = how, add is not None
+        y, mean, rstd = normed(x, weight, bias, settings, add)
+        ctx.save_for_backward(x, y if settings.relu and add is not None else x, weight, bias, mean, rstd)
+        ctx.settings, ctx.add = settings, add is not None
         return y
 
     @staticmethod
@@ -315,20 +319,21 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, y, weight, bias, mean, rstd = ctx.saved_tensors
         g = g.contiguous(memory_format=torch.channels_last)
-        dx, residual, affine = gradients(g, x, y, (weight, bias), (mean, rstd), ctx.how, ctx.add)
-        return dx, *unslotted(affine, ctx.how.slots[:2], ctx.needs_input_grad[1:3]), residual, None
+        dx, residual, affine = gradients(g, x, y, (weight, bias), (mean, rstd), ctx.settings, ctx.add)
+        return dx, *unslotted(affine, ctx.settings.slots[:2], ctx.needs_input_grad[1:3]), residual, None
 
 
-def lane_norm(
-    x: Tensor, affine: tuple[Tensor, Tensor], running: Statistics, *, add: Tensor | None = None, relu: bool = False
-) -> Tensor:
-    """ReLU(norm(x) + add). With the running statistics there is no backward pass."""
-    how = How(running, relu, slots=(*map(slot_of, affine), None))
-    made: Tensor = _Norm.apply(x, *affine, add, how)  # type: ignore[no-untyped-call]
-    return made
+def fits(layer: LaneBatchNorm, shape: torch.Size) -> bool:
+    """Returns whether the kernels take this norm: it has lanes and maps, and running statistics need no gradient."""
+    s = layer.statistics
+    return s.mean.dim() == 2 and len(shape) == 4 and not (s.mode == "running" and torch.is_grad_enabled())
 
 
-def slot_of(parameter: Tensor) -> Tensor | None:
-    """Where this parameter's gradient is wanted (`train.Gradient`), for whoever asks first."""
-    found: Tensor | None = parameter.__dict__.pop("slot", None)
-    return found
+def norm(ops: Ops, x: Tensor, layer: LaneBatchNorm, add: Tensor | None = None, relu: bool = False) -> Tensor:
+    """`Ops.norm`, in one kernel or two."""
+    if not fits(layer, x.shape):
+        return Ops.norm(ops, x, layer, add, relu)
+    affine = layer.weight, layer.bias
+    settings = Settings(layer.statistics, relu, slots=(*map(layer.context.slots.take, affine), None))
+    y: Tensor = _Norm.apply(x, *affine, add, settings)  # type: ignore[no-untyped-call]
+    return y

@@ -1,4 +1,4 @@
-"""What the kernels of a batch norm share: sums over a lane's rows, statistics from them, draws.
+"""What the kernels of batch norms share: sums over a lane's rows, statistics, dropout's draws, sizes of blocks.
 
 Activations are `[K·B, C, H, W]` in channels_last, so lane k's values are the rows k·R .. (k+1)·R of `[K·R, C]`, where
 R = B·H·W.
@@ -13,15 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .beside import is_beside
+from ..plain import Statistics
 from .launch import launch
+from .side_stream import is_side_stream
 
 
 @triton.jit
 def last(ticket_ptr, parts):
-    """Whether this is the last of so many programs to get here: then it sees what the others have stored. The ticket,
-    which began at zero, is zero again."""
-    tl.debug_barrier()  # what this program's threads have stored comes before its ticket
+    """Whether this is the last of `parts` programs to get here, which then sees what the others stored. The ticket
+    starts at zero and ends at zero."""
+    tl.debug_barrier()  # all threads of this program store before it takes a ticket
     found = tl.atomic_add(ticket_ptr, 1) == parts - 1
     if found:
         tl.store(ticket_ptr, 0)
@@ -30,7 +31,7 @@ def last(ticket_ptr, parts):
 
 @triton.jit
 def reduced(part_ptr, k, c, inside, channels, parts, MOST: tl.constexpr):
-    """The sums of lane k's channels, of which there are so many parts: `[K, parts, 2, C]`."""
+    """The sums of lane k's channels over all parts: `[K, parts, 2, C]`."""
     part = tl.arange(0, MOST)
     at = (k * parts + part)[:, None] * 2 * channels + c[None, :]
     mask = (part < parts)[:, None] & inside[None, :]
@@ -51,8 +52,7 @@ def statistics(
     running_var_ptr, MOMENTUM: tl.constexpr, EPS: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """Σ(x − shift) and Σ(x − shift)² -> mean and 1/σ, which are stored, too; the running statistics are brought up to
-    date."""
+    """Σ(x − shift) and Σ(x − shift)² -> mean and 1/σ, which are also stored. KEEP: updates the running statistics."""
     count = tl.zeros([BC], ACC) + rows
     moved = first / count
     var = tl.maximum(second / count - moved * moved, 0.0)
@@ -68,21 +68,21 @@ def statistics(
     return mean, rstd
 
 
-@triton.jit(do_not_specialize=["parts", "chunk", "loops"])  # they differ with the lanes, and are compiled once
+@triton.jit(do_not_specialize=["parts", "chunk", "loops"])  # they vary with the number of lanes; compile once for all
 def _sums(
     x_ptr, part_ptr, mean_ptr, rstd_ptr, running_mean_ptr, running_var_ptr, ticket_ptr, rows, channels, parts,
     chunk, loops, stride, MOMENTUM: tl.constexpr, EPS: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr,
     EVEN: tl.constexpr, UNROLL: tl.constexpr, MOST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Σ(x − shift) and Σ(x − shift)² of a part of the rows, the shift being the running mean (it keeps the squares
-    small). The last of the parts makes the statistics of all."""
+    """Σ(x − shift) and Σ(x − shift)² of a part of the rows. The shift is the running mean, which keeps squares small.
+    The last part to finish computes the statistics of all."""
     k, column, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     c = column * BC + tl.arange(0, BC)
     inside = c < channels
     end = tl.minimum(part * chunk + chunk, rows)
     shift = tl.load(running_mean_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
     first, second = tl.zeros([BR, BC], ACC), tl.zeros([BR, BC], ACC)
-    x_ptr += k * rows * channels  # within a lane 32 bits do, and they are cheaper
+    x_ptr += k * rows * channels  # 32 bits are enough within a lane, and cheaper
     for i in tl.range(0, loops, loop_unroll_factor=UNROLL):
         r = part * chunk + i * BR + tl.arange(0, BR)
         mask = tl.full([BR, BC], 1, tl.int1) if EVEN else (r < end)[:, None] & inside[None, :]
@@ -112,7 +112,7 @@ def mixed(key):
 
 @triton.jit
 def drawn(key, place):
-    """Element `place` (int32, one or more) of `random.bits` for a key, as unsigned 32-bit integers."""
+    """The elements at `place` (int32) of `random.bits` for a key, as unsigned 32-bit integers."""
     return _mixed32(key, place.to(tl.uint32) * 0x9E3779B1)
 
 
@@ -127,32 +127,22 @@ def _mixed32(key, x):
 
 @triton.jit
 def kept(key, r, c, channels, pixels, threshold, POWER: tl.constexpr):
-    """`random.keep_mask` of the elements' places in their lane, counted in the order [B, C, H, W]. POWER: the pixels of
-    a map are a power of two. Products are taken of rows and columns, which are fewer than elements."""
+    """`random.keep_mask` at the elements' places in their lane, in the order [B, C, H, W]. POWER: a map's pixels are a
+    power of two. The products are of rows and columns, as these are fewer than elements."""
     pixel = r & (pixels - 1) if POWER else r % pixels
     row = ((r - pixel) * channels + pixel).to(tl.uint32) * 0x9E3779B1
     column = (c * pixels).to(tl.uint32) * 0x9E3779B1
     return _mixed32(key, row[:, None] + column[None, :]).to(tl.int32, bitcast=True) >= threshold
 
 
-class Statistics(NamedTuple):
-    """A norm's running statistics `[K, C]`, and what is done with them: `how` is a `layers.Norm`."""
-
-    mean: Tensor
-    var: Tensor
-    how: str
-    momentum: float
-    eps: float
-
-
 class Tiles(NamedTuple):
-    """How the work of one norm is cut into blocks; the numbers are the fastest of many on an H200."""
+    """How the work of one norm is cut into blocks; the sizes were the fastest on an H200."""
 
     lanes: int
     rows: int
     channels: int
     pixels: int
-    parts: int  # 1: a program has all rows of its channels, so a norm is one kernel
+    parts: int  # of the rows; 1: a program has all rows of its channels, and a norm is one kernel
     block: tuple[int, int]  # rows, channels
     warps: int = 4
 
@@ -174,7 +164,7 @@ class Tiles(NamedTuple):
 
     @property
     def even(self) -> bool:
-        """Whether blocks cover the rows and channels, and nothing else."""
+        """Whether blocks cover exactly the rows and channels."""
         rows, channels = self.block
         return self.chunk * self.parts == self.rows and self.chunk % rows == 0 and self.channels % channels == 0
 
@@ -183,20 +173,20 @@ class Tiles(NamedTuple):
         return int(triton.cdiv(self.chunk, self.block[0]))
 
     def spread(self, rows: int) -> Tiles:
-        """For a kernel that needs no sums: blocks of so many rows."""
+        """Returns tiles for a kernel without sums, with so many rows per block."""
         return self if self.parts == 1 else self._replace(block=(rows, min(64, triton.next_power_of_2(self.channels))))
 
 
 WHOLE = 1024  # rows that one program can hold, with few enough channels
-UNROLL = 8  # blocks that a program has under way at once
-MOST = 128  # parts
+UNROLL = 8  # blocks that a program processes at once
+MOST = 128  # the largest number of parts
 TICKETS = 1 << 16  # lanes × blocks of channels
-PROGRAMS = 512  # enough to keep a large GPU busy; with more of them each has too little to do
+PROGRAMS = 512  # enough to keep a large GPU busy; with more, each has too little to do
 
 
 def tiles(x: Tensor, lanes: int, sums: bool = True) -> Tiles:
-    """x `[K·B, C, H, W]`. Without sums over the rows any block does. Blocks do not depend on the lanes, so that there
-    is less to compile."""
+    """Returns tiles for x `[K·B, C, H, W]`. Without `sums` over rows, any block will do. The sizes of blocks do not
+    depend on the number of lanes, so that there is less to compile."""
     channels, pixels = x.shape[1], x.shape[2] * x.shape[3]
     rows = x.shape[0] * pixels // lanes
     across = min(16, triton.next_power_of_2(channels))
@@ -206,34 +196,34 @@ def tiles(x: Tensor, lanes: int, sums: bool = True) -> Tiles:
         return Tiles(lanes, rows, channels, pixels, 1, block, max(4, min(8, block[0] * block[1] // 1024)))
     assert lanes * triton.cdiv(channels, across) <= TICKETS
     parts = max(2, min(MOST, PROGRAMS // (lanes * triton.cdiv(channels, across)), triton.cdiv(rows, 64)))
-    parts = 1 << parts.bit_length() - 1  # so that they are mostly even
+    parts = 1 << parts.bit_length() - 1  # so that blocks mostly fit evenly
     return Tiles(lanes, rows, channels, pixels, parts, (64, across))
 
 
 def wide(tensor: Tensor) -> tuple[Any, torch.dtype]:
-    """The type that sums are taken in: float32, or float64 where the activations are."""
+    """Returns the type of sums, for Triton and torch: float32, or float64 for activations in float64."""
     return (tl.float64, torch.float64) if tensor.dtype == torch.float64 else (tl.float32, torch.float32)
 
 
 def tickets(device: torch.device) -> Tensor:
-    """Zeros that every kernel leaves as it finds them: kernels on one stream run one after the other."""
+    """Returns zeros, which every kernel leaves zero; one tensor per stream, whose kernels run one after the other."""
     if device not in _tickets:
         _tickets[device] = torch.zeros(2, TICKETS, dtype=torch.int32, device=device)
-        if is_beside(device):  # they are everybody's
+        if is_side_stream(device):  # both streams use the tensor
             torch.cuda.current_stream(device).synchronize()
-    return _tickets[device][int(is_beside(device))]
+    return _tickets[device][int(is_side_stream(device))]
 
 
 _tickets: dict[torch.device, Tensor] = {}
 
 
 def take_statistics(x: Tensor, mean: Tensor, rstd: Tensor, running: Statistics, cut: Tiles) -> None:
-    """Writes mean and 1/σ `[K, C]`, in more than one part."""
+    """Writes mean and 1/σ `[K, C]`, computed in parts."""
     acc, dtype = wide(x)
     part = torch.empty(cut.lanes, cut.parts, 2, cut.channels, dtype=dtype, device=x.device)
     launch(
         _sums, (cut.lanes, cut.columns, cut.parts),
         x, part, mean, rstd, running.mean, running.var, tickets(x.device), cut.rows, cut.channels, cut.parts, cut.chunk,
-        cut.loops, running.mean.stride(0), MOMENTUM=running.momentum, EPS=running.eps, KEEP=running.how == "train",
+        cut.loops, running.mean.stride(0), MOMENTUM=running.momentum, EPS=running.eps, KEEP=running.mode == "train",
         ACC=acc, EVEN=cut.even, UNROLL=UNROLL, MOST=MOST, BR=cut.block[0], BC=cut.block[1], num_warps=cut.warps,
     )  # fmt: skip

@@ -1,35 +1,36 @@
-"""The GPU kernels, run by Triton's interpreter on the CPU, against the plain layers: values, gradients, statistics,
+"""Triton's operations, run by its interpreter on the CPU, against those in plain torch: values, gradients, statistics,
 and the same elements dropped."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import assert_close_norm
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from perada.data import federation
 from perada.data.augment import AUGMENT
 from perada.data.federation import Client, Federation
-from perada.lanes import State, Stem, conv, fold, layers
-from perada.lanes.conv import lane_conv2d
-from perada.lanes.layers import LaneBatchNorm, ResidualAdapter
+from perada.lanes import State, Stem, fold
+from perada.lanes import ops as seam
+from perada.lanes.context import Context, Norm, Slots
+from perada.lanes.layers import LaneBatchNorm, LaneConv2d, ResidualAdapter
+from perada.lanes.ops import PLAIN, Ops, Statistics
 from perada.lanes.random import keep_mask
 from perada.lanes.state import flattened
-from perada.server.distill import kl
 
 if sys.platform != "linux":
     pytest.skip("Triton is a Linux package", allow_module_level=True)
 
-from perada.lanes import kernels
-from perada.lanes.kernels import adapter, norm, tiles
+from perada.lanes.ops.triton import Triton, adapter, norm, tiles
+from perada.lanes.ops.triton.columns import product
 
+TRITON = Triton()
 K = 3
 SHAPES = [(4, 5, 3, 3), (9, 8, 1, 1), (7, 70, 2, 2), (40, 3, 5, 4), (16, 16, 4, 4)]
 """B, C, H, W: uneven ones, more than a tile; the last is even."""
@@ -43,13 +44,28 @@ def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tens
 Made = tuple[Tensor, tuple[Tensor, ...]]
 
 
-def both(make: Callable[..., Made], inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch, tolerance: float) -> None:
-    """The same by plain layers and by kernels: outputs, statistics, and gradients of a weighted sum."""
+def use(module: Any, ops: Ops, norm: Norm, slots: Slots | None = None) -> Any:
+    """Puts the module's layers in one context."""
+    context = Context(ops, norm, slots or Slots())
+    for layer in module.modules():
+        if hasattr(layer, "context"):
+            layer.context = context
+    return module
+
+
+def refused(*args: object, **kwargs: object) -> Tensor:
+    raise AssertionError("plain torch was used")
+
+
+def both(make: Callable[..., Made], inputs: list[Tensor], tolerance: float) -> None:
+    """The same in plain torch and by kernels alone: outputs, statistics, and gradients of a weighted sum."""
     found = []
-    for fast in (None, kernels):
-        monkeypatch.setattr(layers, "fast_kernels", lambda device, fast=fast: fast)
+    for ops in (PLAIN, TRITON):
         leaves = [t.clone().requires_grad_() for t in inputs]
-        y, kept = make(*leaves)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("norm", "norm_and_pool", "stem_norm", "adapter") if ops is TRITON else ():
+                patch.setattr(Ops, name, refused)
+            y, kept = make(ops, *leaves)
         weights = torch.arange(y.numel(), dtype=y.dtype).reshape(y.shape).sin() + 0.5  # sums that do not cancel
         grads = torch.autograd.grad((y * weights).sum(), leaves)
         found.append([y.detach(), *kept, *grads])
@@ -70,26 +86,25 @@ def test_norms(
     inputs = [draw(K * batch, channels, *size, dtype=dtype) * 2 + 5, draw(K, channels, dtype=dtype, seed=1)]
     inputs += [draw(K, channels, dtype=dtype, seed=2), draw(K * batch, channels, *size, dtype=dtype, seed=3)]
 
-    def make(x: Tensor, weight: Tensor, bias: Tensor, add: Tensor) -> Made:
-        norm = LaneBatchNorm(channels).to(dtype)
-        norm.mode = mode  # type: ignore[assignment]
+    def make(ops: Ops, x: Tensor, weight: Tensor, bias: Tensor, add: Tensor) -> Made:
+        norm = use(LaneBatchNorm(channels).to(dtype), ops, mode)  # type: ignore[arg-type]
         mean, var = draw(K, channels, dtype=dtype, seed=4) + 4, draw(K, channels, dtype=dtype, seed=5).exp()
         tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
         y = functional_call(norm, tensors, (x, add if "add" in end else None, "relu" in end))
         return y + 0 * add.sum(), (mean, var)
 
-    both(make, inputs, monkeypatch, TOLERANCE[dtype])
+    both(make, inputs, TOLERANCE[dtype])
 
 
-def test_a_frozen_affine_is_shared_and_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_affine_is_shared_and_gets_no_gradient() -> None:
     weight, bias = draw(6, seed=1), draw(6, seed=2)
 
-    def make(x: Tensor) -> Made:
+    def make(ops: Ops, x: Tensor) -> Made:
         mean, var = torch.zeros(K, 6, dtype=torch.float64), torch.ones(K, 6, dtype=torch.float64)
         tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
-        return functional_call(LaneBatchNorm(6).double(), tensors, (x,)), (mean, var)
+        return functional_call(use(LaneBatchNorm(6).double(), ops, "train"), tensors, (x,)), (mean, var)
 
-    both(make, [draw(K * 5, 6, 3, 3)], monkeypatch, 1e-12)
+    both(make, [draw(K * 5, 6, 3, 3)], 1e-12)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -104,9 +119,8 @@ def test_adapters(
     inputs = [draw(K * batch, channels, *size) + 1, draw(K, channels, seed=1), draw(K, channels, seed=2)]
     inputs.append(draw(K, channels, channels, 1, 1, seed=3))
 
-    def make(x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor) -> Made:
-        layer = ResidualAdapter(channels, dropped, "layer").double().eval()
-        layer.norm.mode = "train"
+    def make(ops: Ops, x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor) -> Made:
+        layer = use(ResidualAdapter(channels, dropped, "layer").double().eval(), ops, "train")
         mean, var = torch.zeros(K, channels, dtype=torch.float64), torch.ones(K, channels, dtype=torch.float64)
         tensors = {"norm.weight": weight, "norm.bias": bias, "conv.weight": matrix}
         tensors |= {"norm.running_mean": mean, "norm.running_var": var}
@@ -114,7 +128,7 @@ def test_adapters(
             tensors["dropout.key"] = torch.tensor([5, -7, 2**62 + 12345])
         return functional_call(layer, tensors, (x,)), (mean, var)
 
-    both(make, inputs, monkeypatch, 1e-12)
+    both(make, inputs, 1e-12)
 
 
 @pytest.mark.parametrize("shape", [(9, 16, 5, 3), (40, 32, 2, 2), (3, 64, 8, 8)])
@@ -131,9 +145,8 @@ def test_adapters_of_few_channels(
     inputs = [draw(K * batch, channels, *size) + 1, draw(K, channels, seed=1), draw(K, channels, seed=2)]
     inputs.append(draw(K, channels, channels, 1, 1, seed=3))
 
-    def make(x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor) -> Made:
-        layer = ResidualAdapter(channels, dropped, "layer").eval()
-        layer.norm.mode = mode  # type: ignore[assignment]
+    def make(ops: Ops, x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor) -> Made:
+        layer = use(ResidualAdapter(channels, dropped, "layer").eval(), ops, mode)  # type: ignore[arg-type]
         mean, var = draw(K, channels, seed=4).float(), draw(K, channels, seed=5).float().square() + 0.1
         tensors = {"norm.weight": weight, "norm.bias": bias, "conv.weight": matrix}
         tensors |= {"norm.running_mean": mean, "norm.running_var": var}
@@ -144,15 +157,16 @@ def test_adapters_of_few_channels(
             y = functional_call(layer, {n: t.detach() for n, t in tensors.items()}, (x.detach(),))
         return y + 0 * sum(t.sum() for t in (x, weight, bias, matrix)), (mean, var)  # as a gradient is taken
 
-    both(make, [t.float() for t in inputs], monkeypatch, 1e-5)
+    both(make, [t.float() for t in inputs], 1e-5)
 
 
 @pytest.mark.parametrize("size", [(32, 32), (6, 10), (2, 2)])
 def test_images_in_blocks(size: tuple[int, int]) -> None:
     """As the stem's convolution wants them."""
     x = draw(3, 3, *size)
-    want = F.pad(F.pixel_unshuffle(x, 2), (2, 1, 2, 1, 0, 4))
-    assert torch.equal(kernels.blocks(x), want)
+    assert torch.equal(TRITON.blocks(x), PLAIN.blocks(x))
+    leaf = x.requires_grad_()
+    assert TRITON.blocks(leaf).requires_grad, "images that need a gradient"
 
 
 def test_the_elements_dropped_are_those_of_the_plain_path() -> None:
@@ -160,8 +174,10 @@ def test_the_elements_dropped_are_those_of_the_plain_path() -> None:
     keys, salt = torch.tensor([1, -(2**60), 77]), 1234
     zeros, ones = torch.zeros(K, 6, dtype=torch.float64), torch.ones(K, 6, dtype=torch.float64)
     noise = draw(K * 4, 6, 3, 2).contiguous(memory_format=torch.channels_last)
-    how = norm.How(kernels.Statistics(zeros.clone(), ones.clone(), "batch", 0.1, 1e-5), drop=norm.Drop(keys, salt, 0.4))
-    y, *_ = norm.normed(noise, zeros, ones, how, None)
+    settings = norm.Settings(
+        Statistics(zeros.clone(), ones.clone(), "batch", 0.1, 1e-5), drop=norm.Drop(keys, salt, 0.4)
+    )
+    y, *_ = norm.normed(noise, zeros, ones, settings, None)
     kept = keep_mask(fold(keys, salt), 4 * 6 * 3 * 2, 0.4).view(noise.shape)
     assert torch.equal(y != 0, kept)
     assert 0.5 < kept.double().mean() < 0.7
@@ -172,15 +188,13 @@ def test_the_elements_dropped_are_those_of_the_plain_path() -> None:
 def test_running_statistics_without_a_gradient(parts: int, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "WHOLE", 1024 if parts == 1 else 1)
     layer = LaneBatchNorm(5).double()
-    layer.mode = "running"
     tensors = {"weight": draw(K, 5, seed=1), "bias": draw(K, 5, seed=2)}
     tensors |= {"running_mean": draw(K, 5, seed=3), "running_var": draw(K, 5, seed=4).exp()}
     x, add = draw(K * 4, 5, 3, 3), draw(K * 4, 5, 3, 3, seed=5)
     found = []
-    for fast in (None, kernels):
-        monkeypatch.setattr(layers, "fast_kernels", lambda device, fast=fast: fast)
+    for ops in (PLAIN, TRITON):
         with torch.no_grad():
-            found.append(functional_call(layer, tensors, (x, add, end == "relu")))
+            found.append(functional_call(use(layer, ops, "running"), tensors, (x, add, end == "relu")))
     assert_close_norm(found[1], found[0], 1e-12)
 
 
@@ -189,26 +203,26 @@ def test_running_statistics_without_a_gradient(parts: int, end: str, monkeypatch
     ("shape", "kernel", "stride"),
     [((7, 5, 5, 4), 3, 1), ((9, 70, 8, 8), 3, 2), ((8, 6, 1, 1), 3, 1), ((8, 6, 2, 2), 3, 2), ((6, 3, 9, 12), 7, 2)],
 )
-def test_convolutions_of_lanes(
-    shape: tuple[int, ...], kernel: int, stride: int, slotted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As products of columns. A kernel lies as in a flat state, and its gradient goes where the step reads it."""
+def test_convolutions_of_lanes(shape: tuple[int, ...], kernel: int, stride: int, slotted: bool) -> None:
+    """As products of columns. A weight lies as in a flat state, and its gradient goes into its slot."""
     outputs, inputs, *size = shape
     x, weight = draw(K * 2, inputs, *size), draw(K, outputs, inputs, kernel, kernel, seed=1)
     state = flattened(State({"w": weight}))
     grads = flattened(State({"w": torch.zeros_like(weight)}))
     found = []
     for form in ("loop", "columns"):
-        monkeypatch.setattr(conv, "fast_kernels", lambda device: kernels)
         leaf, own = x.clone().requires_grad_(), state.params["w"].detach().requires_grad_()
-        if slotted and form == "columns":
-            own.slot = grads.params["w"]  # type: ignore[attr-defined]
-        y = lane_conv2d(leaf, own, (stride, stride), (kernel // 2,) * 2, kernel=form)
+        slots = Slots({"w": own}, grads.params if slotted and form == "columns" else {})
+        layer = LaneConv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False, device="meta")
+        del layer.weight
+        layer.weight = own  # type: ignore[assignment]
+        y = TRITON.conv(leaf, use(layer, TRITON, "train", slots), form)
         dx, dw = torch.autograd.grad(
             (y * torch.arange(y.numel()).view(y.shape).cos()).sum(), (leaf, own), allow_unused=True
         )
         if slotted and form == "columns":
             assert dw is None
+            assert not slots.is_free(own)
             dw = grads.params["w"]
         found.append((y.detach(), dx, dw))
     for i, (a, b) in enumerate(zip(*found, strict=True)):
@@ -225,7 +239,7 @@ def test_a_frozen_convolution_as_a_product_of_columns() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        got = kernels.lane_conv(leaves[0], layer.weight.unsqueeze(0), 2, (1, 1))
+        got = product(leaves[0], layer.weight.unsqueeze(0), layer)
     want = layer(leaves[1])
     weights = torch.arange(want.numel(), dtype=want.dtype).view(want.shape).cos()
     grads = [torch.autograd.grad((y * weights).sum(), leaf)[0] for y, leaf in zip((got, want), leaves, strict=True)]
@@ -239,13 +253,13 @@ class Behind(nn.Module):
 
     def __init__(self, channels: int, pool: nn.Module, mode: str) -> None:
         super().__init__()
-        self.norm, self.pool = LaneBatchNorm(channels).double(), pool
-        self.norm.mode = mode  # type: ignore[assignment]
+        self.norm, self.pool, self.mode = LaneBatchNorm(channels).double(), pool, mode
 
     def forward(self, x: Tensor | Stem) -> Tensor:
         return self.norm.and_pool(x, self.pool)
 
-    def on(self, x: Tensor | Stem, weight: Tensor, bias: Tensor) -> Made:
+    def on(self, ops: Ops, x: Tensor | Stem, weight: Tensor, bias: Tensor) -> Made:
+        use(self, ops, self.mode)  # type: ignore[arg-type]
         shape = K, self.norm.weight.shape[0]
         mean, var = draw(*shape, seed=4), draw(*shape, seed=5).exp()
         tensors = {"weight": weight, "bias": bias, "running_mean": mean, "running_var": var}
@@ -254,16 +268,16 @@ class Behind(nn.Module):
 
 @pytest.mark.parametrize("shape", [(4, 5, 6, 6), (3, 70, 5, 8)])
 @pytest.mark.parametrize("mode", ["train", "batch"])
-def test_the_stem_with_its_pooling(shape: tuple[int, ...], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stem_with_its_pooling(shape: tuple[int, ...], mode: str) -> None:
     batch, channels, *size = shape
     x, behind = draw(K * batch, channels, *size) * 2 + 1, Behind(channels, nn.MaxPool2d(3, 2, 1), mode)
     inputs = [draw(K, channels, seed=1), draw(K, channels, seed=2)]
-    both(lambda weight, bias: behind.on(x, weight, bias), inputs, monkeypatch, 1e-12)
+    both(lambda ops, weight, bias: behind.on(ops, x, weight, bias), inputs, 1e-12)
 
 
 @pytest.mark.parametrize("pool", [nn.MaxPool2d(3, 2, 1), nn.Identity()])
 @pytest.mark.parametrize("mode", ["train", "batch", "running"])
-def test_images_behind_the_first_layer(pool: nn.Module, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_behind_the_first_layer(pool: nn.Module, mode: str) -> None:
     """Pooled before the norm, by lanes that say which chunk they see: as pool(ReLU(norm(x))), whatever the sign of the
     norm's factor."""
     behind, number = Behind(5, pool, mode), torch.tensor([1, 0, 1])
@@ -273,11 +287,10 @@ def test_images_behind_the_first_layer(pool: nn.Module, mode: str, monkeypatch: 
     kept = Stem.joined([Stem.of(x, pool) for x in chunks]).seen(number)
     found = []
     for x in (torch.cat([chunks[i] for i in number.tolist()]), kept):
-        for fast in (None, kernels):
-            monkeypatch.setattr(layers, "fast_kernels", lambda device, fast=fast: fast)
+        for ops in (PLAIN, TRITON):
             leaves = [t.clone().requires_grad_(mode != "running") for t in inputs]
             with torch.set_grad_enabled(mode != "running"):
-                y, statistics = behind.on(x, *leaves)
+                y, statistics = behind.on(ops, x, *leaves)
             weights = torch.arange(y.numel(), dtype=y.dtype).reshape(y.shape).sin() + 0.5
             grads = torch.autograd.grad((y * weights).sum(), leaves) if mode != "running" else ()
             found.append([y.detach(), *statistics, *grads])
@@ -301,7 +314,8 @@ def test_views(augment: str | None, channels: int, monkeypatch: pytest.MonkeyPat
         torch.tensor([3, -5, 2**61]),
     )
     wanted = held.views(samples, keys, torch.float64)
-    monkeypatch.setattr(federation, "fast_kernels", lambda device: kernels)
+    monkeypatch.setattr(seam, "DEVICES", ("cpu",))
+    monkeypatch.setattr(Ops, "views", refused)
     found = held.views(samples, keys, torch.float64)
     assert found.shape == wanted.shape == (K * 30, 3, 10, 12)
     assert_close_norm(found, wanted, 1e-14)
@@ -313,9 +327,9 @@ def test_the_divergence_of_logits(temperature: float) -> None:
     teacher, student = draw(2, 21, 10) * 4, draw(2, 21, 10, seed=1) * 4
     teacher[0, 0, 0] = 2000.0  # probabilities of nought
     found = []
-    for how in (kernels.divergence, lambda s, t, temperature: kl(t, s, temperature, multilabel=False)):
+    for ops in (TRITON, PLAIN):
         leaf = student.clone().requires_grad_()
-        losses = how(leaf, teacher, temperature)
+        losses = ops.divergence(leaf, teacher, temperature)
         found.append((losses.detach(), torch.autograd.grad((losses * draw(2, 21, seed=3)).sum(), leaf)[0]))
     for a, b in zip(*found, strict=True):
         assert_close_norm(a, b, 1e-12)
@@ -324,19 +338,22 @@ def test_the_divergence_of_logits(temperature: float) -> None:
 def test_what_a_student_sees_at_its_step() -> None:
     targets, key = draw(3, 700, 10), torch.tensor([2**61 + 5])
     for step, first in ((0, 0), (4, 0), (1, 7)):
-        number, found, folded = kernels.chunk(torch.tensor([step]), torch.tensor([first]), key, targets)
+        number, found, folded = TRITON.chunk(torch.tensor([step]), torch.tensor([first]), key, targets)
         assert number.tolist() == [(step + first) % 3]
         assert torch.equal(found, targets[number])
         assert torch.equal(folded, fold(key, step + first))
+        for at in (step, torch.tensor([step])):
+            plain = PLAIN.chunk(at, torch.tensor([first]), key, targets)
+            assert all(map(torch.equal, (number, found, folded), plain))
 
 
 @pytest.mark.parametrize("classes", [2, 10, 37])
 def test_cross_entropy(classes: int) -> None:
     logits, targets = draw(K, 21, classes) * 8, torch.randint(0, classes, (K, 21))
     found = []
-    for how in (kernels.cross_entropy, lambda a, t: torch.nn.functional.cross_entropy(a.mT, t, reduction="none")):
+    for ops in (TRITON, PLAIN):
         leaf = logits.clone().requires_grad_()
-        losses = how(leaf, targets)
+        losses = ops.cross_entropy(leaf, targets)
         found.append((losses.detach(), torch.autograd.grad((losses * draw(K, 21, seed=3)).sum(), leaf)[0]))
     for a, b in zip(*found, strict=True):
         assert_close_norm(a, b, 1e-12)
@@ -346,8 +363,34 @@ def test_what_lanes_see_at_their_steps() -> None:
     index, row = torch.randint(0, 50, (2, 7, 5)), torch.tensor([1, 0, 1, 0])
     keys, targets = torch.tensor([4, -9, 2**62, 1]), torch.randint(0, 10, (50,))
     lanes, steps = torch.tensor([3, 0, 2]), torch.tensor([0, 6, 3])
-    samples, found, folded = kernels.picked(index, row, keys, targets, lanes, steps)
+    samples, found, folded = TRITON.client_batch(index, row, keys, targets, lanes, steps)
+    plain = PLAIN.client_batch(index, row, keys, targets, lanes, steps)
+    assert all(map(torch.equal, (samples, found, folded), plain))
     assert torch.equal(samples, index[row[lanes], steps])
     assert torch.equal(found, targets[samples])
     assert torch.equal(folded, fold(keys[lanes], steps))
     assert all(torch.equal(folded[i], fold(keys[k : k + 1], s)[0]) for i, (k, s) in enumerate([(3, 0), (0, 6), (2, 3)]))
+
+
+def test_labels_of_several_kinds_and_steps_on_the_host_take_plain_torch() -> None:
+    index, row, keys, lanes = torch.zeros(1, 2, 3).long(), torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([1])
+    several = torch.randint(0, 2, (5, 4)).float()
+    for targets, step in ((several, torch.tensor([1])), (several[:, 0].long(), 1)):
+        found = TRITON.client_batch(index, row, keys, targets, lanes, step)
+        assert all(map(torch.equal, found, PLAIN.client_batch(index, row, keys, targets, lanes, step)))
+
+
+def test_a_slot_is_taken_once() -> None:
+    """A norm used twice: the first use writes into the slots, autograd has the gradients of the second."""
+    x, weight, bias = draw(K * 4, 5, 3, 3), *(draw(K, 5, seed=s).requires_grad_() for s in (1, 2))
+    places = {"weight": torch.zeros(K, 5).double(), "bias": torch.zeros(K, 5).double()}
+    grads = []
+    for ops, slots in ((PLAIN, None), (TRITON, Slots({"weight": weight, "bias": bias}, places))):
+        layer = use(LaneBatchNorm(5).double(), ops, "batch", slots)
+        tensors = {"weight": weight, "bias": bias, "running_mean": torch.zeros(K, 5).double()}
+        tensors["running_var"] = torch.ones(K, 5).double()
+        y = functional_call(layer, tensors, (x,)) + functional_call(layer, tensors, (2 * x,)).square()
+        grads.append(torch.autograd.grad((y * y.detach().cos()).sum(), (weight, bias)))
+    for name, plain, further in zip(places, *grads, strict=True):
+        assert float(places[name].norm()) > 0
+        assert_close_norm(places[name] + further, plain, 1e-12)

@@ -13,9 +13,10 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is a Linux package", allow_module_level=True)
 
-from perada.lanes import fast, kernels, side_by_side
+from perada.lanes import side_by_side
+from perada.lanes.ops import PLAIN
+from perada.lanes.ops.triton import side_stream as module
 
-module = sys.modules["perada.lanes.kernels.beside"]  # not the function of the same name
 GPU = torch.device("cuda", 0)
 
 
@@ -51,7 +52,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         now.pop()
 
     monkeypatch.setattr(module, "_streams", {})
-    monkeypatch.setattr(module, "_held", {})
+    monkeypatch.setattr(module, "_read", {})
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side", told))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
@@ -59,11 +60,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_side_by_side(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "fast_kernels", lambda device: kernels)
-
     def layer(name: str) -> Any:
         def run(x: Thing) -> Thing:
-            log.append(f"{name}, beside: {module.is_beside(GPU)}")
+            log.append(f"{name}, beside: {module.is_side_stream(GPU)}")
             return Thing(name, log)
 
         return run
@@ -79,22 +78,22 @@ def test_side_by_side(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         "shortcut is read on main",
     ]
     log.clear()
-    module.join(GPU)  # nothing is open: a stream that is not being recorded must not be waited for
+    module.join(PLAIN, GPU)  # nothing is open: a stream that is not being recorded must not be waited for
     assert log == []
 
 
 def test_where_kernels_are_only_compiled_there_is_one_stream(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "only_compiling", lambda: True)
-    with module.beside(Thing("x", log)):
-        assert not module.is_beside(GPU)
-    module.join(GPU)
+    with module.on_side_stream(Thing("x", log)):
+        assert not module.is_side_stream(GPU)
+    module.join(PLAIN, GPU)
     assert log == []
 
 
 def test_on_a_cpu_too() -> None:
     x = torch.ones(2)
-    with module.beside(x):
-        assert not module.is_beside(x.device)
-    module.join(x.device)
+    with module.on_side_stream(x):
+        assert not module.is_side_stream(x.device)
+    module.join(PLAIN, x.device)
     first, second = side_by_side(lambda t: t + 1, lambda t: t + 2, x)
     assert (first.tolist(), second.tolist()) == ([2.0, 2.0], [3.0, 3.0])

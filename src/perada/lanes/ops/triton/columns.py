@@ -1,25 +1,30 @@
-"""K convolutions over K groups of images as one batched product, of columns of pixels with the kernels.
+"""K convolutions over K groups of images as one batched product of the weights with columns of pixels.
 
-Maps are channels_last, and a kernel is asked for as it lies in `State.flat`, channels last as well, so that neither it
-nor its gradient is turned around.
+Maps are channels_last, and so are weights in a flat state (`State.flat`), so neither they nor their gradients are
+transposed.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ...conv import Kernel, uses_columns
+from ..forms import best_form
+from ..plain import Ops
 from .launch import launch
-from .norm import slot_of
 from .tiles import wide
 
-_BLOCK = 64  # pixels a program
+if TYPE_CHECKING:
+    from ...layers import LaneConv2d
+
+_BLOCK = 64  # pixels per program
 
 
 @triton.jit
@@ -27,8 +32,8 @@ def _columns(
     x_ptr, out_ptr, rows, channels, length, height, width, out_height, out_width, stride, top, left,
     WIDE: tl.constexpr, TAPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Row r of the output is an output pixel; its columns are taps × channels, and zeros up to `length`. `top`, `left`:
-    how far the first tap lies outside of the map."""
+    """Row r of the output is an output pixel; its columns are taps × channels, then zeros up to `length`. `top` and
+    `left` say how far the first tap is outside of the map."""
     r, c = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
     mask = (r < rows)[:, None] & (c < channels)[None, :]
     image, row, column = r // (out_height * out_width), r // out_width % out_height, r % out_width
@@ -49,7 +54,7 @@ def _folded(
     columns_ptr, out_ptr, rows, channels, length, height, width, out_height, out_width, stride, top, left,
     WIDE: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of `_columns`: a row is an input pixel, which sums what it gave."""
+    """The gradient of `_columns`: a row is an input pixel, which adds up all columns that it is in."""
     r, c = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
     mask = (r < rows)[:, None] & (c < channels)[None, :]
     image, row, column = r // (height * width), r // width % height, r % width
@@ -65,7 +70,7 @@ def _folded(
 
 
 class _Window(NamedTuple):
-    """Which taps of a kernel ever meet a pixel, and where: on a map of 1×1 only the middle one does."""
+    """The taps of a kernel that ever meet a pixel, and where: on a map of 1×1 only the middle one does."""
 
     taps: tuple[slice, slice]
     size: tuple[int, int]  # of the taps
@@ -79,21 +84,24 @@ class _Window(NamedTuple):
         out = tuple((n + 2 * p - k) // stride + 1 for n, k, p in zip(shape, kernel, padding, strict=True))
         first = [max(0, p - (o - 1) * stride) for p, o in zip(padding, out, strict=True)]
         end = [min(k, n + p) for n, k, p in zip(shape, kernel, padding, strict=True)]
-        if [b - a for a, b in zip(first, end, strict=True)] != [1, 1]:  # a part of a kernel would have to be copied
+        if [b - a for a, b in zip(first, end, strict=True)] != [
+            1,
+            1,
+        ]:  # other parts would be copies
             first, end = [0, 0], list(kernel)
         taps = slice(first[0], end[0]), slice(first[1], end[1])
         size = end[0] - first[0], end[1] - first[1]
         return cls(taps, size, padding[0] - first[0], padding[1] - first[1], (out[0], out[1]), stride)
 
     def length(self, channels: int) -> int:
-        """Of a row of columns: matrix units want a multiple of 8."""
+        """Returns the length of a row of columns: tensor cores need a multiple of 8."""
         return -(-channels * self.size[0] * self.size[1] // 8) * 8
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """`[K, O, I, h, w]` -> `[K, O, length]`, a view where it lies channels_last and no zeros are needed."""
-        found = weight.permute(0, 1, 3, 4, 2)[:, :, *self.taps].flatten(2)
-        rest = self.length(weight.shape[2]) - found.shape[2]
-        return F.pad(found, (0, rest)) if rest else found
+        """Returns `[K, O, I, h, w]` as `[K, O, length]`: a view if it is channels last and needs no zeros."""
+        matrix = weight.permute(0, 1, 3, 4, 2)[:, :, *self.taps].flatten(2)
+        rest = self.length(weight.shape[2]) - matrix.shape[2]
+        return F.pad(matrix, (0, rest)) if rest else matrix
 
     def launch(self, kernel: Any, source: Tensor, out: Tensor, x: Tensor, rows: int, **more: Any) -> None:
         channels, height, width = x.shape[1:]
@@ -128,7 +136,7 @@ class _LaneConv(torch.autograd.Function):
         rows = g.permute(0, 2, 3, 1).reshape(lanes, -1, weight.shape[1])
         dx = dweight = None
         if ctx.needs_input_grad[1]:
-            written = torch.zeros_like(weight) if ctx.slot is None else ctx.slot  # which begins with zeros
+            written = torch.zeros_like(weight) if ctx.slot is None else ctx.slot  # a slot begins with zeros
             into, length = window.matrix(written), window.size[0] * window.size[1] * weight.shape[2]
             view = into.data_ptr() == written.data_ptr() or window.size == (1, 1)
             if view and into.shape[2] == length:
@@ -144,8 +152,22 @@ class _LaneConv(torch.autograd.Function):
         return dx, dweight, None, None
 
 
-def lane_conv(x: Tensor, weight: Tensor, stride: int, padding: tuple[int, int]) -> Tensor:
-    """x `[K·B, I, H, W]`, weight `[K, O, I, h, w]` -> `[K·B, O, H', W']`."""
-    window = _Window.of(x.shape[2:], weight.shape[3:], stride, padding)
-    made: Tensor = _LaneConv.apply(x, weight, window, slot_of(weight))  # type: ignore[no-untyped-call]
-    return made
+def product(x: Tensor, weight: Tensor, layer: nn.Conv2d, slot: Tensor | None = None) -> Tensor:
+    """Returns x `[K·B, I, H, W]` convolved with weight `[K, O, I, h, w]`: `[K·B, O, H', W']`."""
+    window = _Window.of(x.shape[2:], weight.shape[3:], layer.stride[0], layer.padding)  # type: ignore[arg-type]
+    y: Tensor = _LaneConv.apply(x, weight, window, slot)  # type: ignore[no-untyped-call]
+    return y
+
+
+def conv(ops: Ops, x: Tensor, layer: LaneConv2d, kernel: Kernel | None = None) -> Tensor:
+    """`Ops.conv`, as a product of columns where that is fastest."""
+    if not uses_columns(x, layer, kernel):
+        return Ops.conv(ops, x, layer, kernel)
+    return product(x, layer.weight, layer, layer.context.slots.take(layer.weight))
+
+
+def frozen_conv(ops: Ops, x: Tensor, layer: nn.Conv2d) -> Tensor:
+    """`Ops.frozen_conv`, as a product of columns where that is fastest."""
+    if best_form(x, layer) != "columns":
+        return Ops.frozen_conv(ops, x, layer)
+    return product(x, layer.weight.unsqueeze(0), layer)

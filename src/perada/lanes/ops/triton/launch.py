@@ -1,9 +1,9 @@
-"""Starting a kernel; or only compiling it, together with all others that a step needs."""
+"""Starts a kernel, or only compiles it together with all others that a step needs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 
-from .elsewhere import asking, remember
+from ..plain import Ops
+from .compile_pool import asking, remember
 
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # then there is nothing to compile
+INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))  # nothing to compile
 
 _lock = Lock()
 _compiling: tuple[ThreadPoolExecutor, list[Future[Any]]] | None = None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+    """Starts the kernel; inside `compiling` it is compiled instead."""
     if _compiling is None:
         kernel[grid](*args, **meta)
     else:
@@ -27,19 +29,25 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
 
 
 def _compile(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
-    torch.cuda.set_device(next(a.device for a in args if isinstance(a, torch.Tensor)))  # of this thread
+    torch.cuda.set_device(next(a.device for a in args if isinstance(a, torch.Tensor)))  # per thread
     with _lock:
         asking(kernel, torch.cuda.current_device())
-    getattr(kernel.warmup(*args, grid=grid, **meta), "run", None)  # its launcher is made when it is asked for
+    getattr(kernel.warmup(*args, grid=grid, **meta), "run", None)  # Triton makes the launcher on access
 
 
 def only_compiling() -> bool:
     return _compiling is not None
 
 
+def compile_all(ops: Ops, work: Callable[[], Any]) -> None:
+    """`Ops.compile`."""
+    with compiling():
+        work()
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Kernels started in here do nothing but get compiled, many at a time (Triton keeps them on disk, too)."""
+    """Compiles the kernels that are started inside, many at a time, without running them; Triton caches them."""
     global _compiling
     if _compiling is not None or INTERPRETED:
         yield
@@ -49,7 +57,7 @@ def compiling() -> Iterator[None]:
         try:
             yield
         finally:
-            found, _compiling = _compiling[1], None
-    for one in found:
-        one.result()
+            futures, _compiling = _compiling[1], None
+    for future in futures:
+        future.result()
     remember()

@@ -1,12 +1,12 @@
 """The adapter `x + dropout(norm(x)) Wᵀ` over lanes.
 
-With few channels its product is cheap, and reading and writing maps is what takes time: the product is taken where the
-norm is applied. With many a library takes it.
+With few channels the product is cheap, and reading and writing maps takes the time: then one kernel applies the norm
+and computes the product. With many channels a library computes it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -14,10 +14,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .beside import beside
+from ..plain import Ops
 from .launch import launch
-from .norm import Drop, How, dropout, gradients, normed, slot_of, stride_of, unslotted
-from .tiles import WHOLE, Statistics, kept, lane_values, mixed, take_statistics, tiles, wide
+from .norm import Drop, Settings, dropout, fits, gradients, normed, stride_of, unslotted
+from .side_stream import on_side_stream
+from .tiles import WHOLE, kept, lane_values, mixed, take_statistics, tiles, wide
+
+if TYPE_CHECKING:
+    from ...layers import ResidualAdapter
 
 
 @triton.jit
@@ -27,7 +31,7 @@ def _adapted(
     SCALE: tl.constexpr, DROP: tl.constexpr, POWER: tl.constexpr, EPS: tl.constexpr, RUNNING: tl.constexpr,
     SAVE: tl.constexpr, ACC: tl.constexpr, BR: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """y = x + z Wᵀ of a block of rows, z = dropout(norm(x)), which is kept for a backward pass."""
+    """y = x + z Wᵀ of a block of rows, where z = dropout(norm(x)) is stored for a backward pass (SAVE)."""
     k = tl.program_id(0).to(tl.int64)
     r, c = tl.program_id(1) * BR + tl.arange(0, BR), tl.arange(0, C)
     mask = (r < rows)[:, None] & (c < C)[None, :]
@@ -51,27 +55,27 @@ def _adapted(
 
 
 FEW = (16, 32, 64, 128)  # channels
-TYPES = {torch.bfloat16}  # those that matrix units take as they are
+TYPES = {torch.bfloat16}  # those that tensor cores take directly
 
 
 def _at_once(
-    x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor, how: How, save: bool
+    x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor, settings: Settings, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, and z where it is to be saved, mean and 1/σ."""
-    running, cut = how.running, tiles(x, matrix.shape[0], sums=False)
+    """Returns y, z (only if `save`), mean and 1/σ."""
+    running, cut = settings.running, tiles(x, matrix.shape[0], sums=False)
     acc, dtype = wide(x)
     mean = torch.empty(cut.lanes, cut.channels, dtype=dtype, device=x.device)
     rstd, y = torch.empty_like(mean), torch.empty_like(x)
-    if running.how != "running":
+    if running.mode != "running":
         take_statistics(x, mean, rstd, running, cut)
-    keys, salt, threshold, scale = dropout(how.drop, x)
+    keys, salt, threshold, scale = dropout(settings.drop, x)
     z = torch.empty_like(x) if save else y
     launch(
         _adapted, (cut.lanes, triton.cdiv(cut.rows, 64)),
         x, y, z, matrix, weight, bias, mean, rstd, running.mean, running.var, keys,
         cut.rows, cut.pixels, stride_of(weight), matrix.stride(0), running.mean.stride(0), salt, threshold,
-        SCALE=scale, DROP=how.drop is not None, POWER=cut.power, EPS=running.eps, RUNNING=running.how == "running",
-        SAVE=save, ACC=acc, BR=64, C=cut.channels, num_warps=4,
+        SCALE=scale, DROP=settings.drop is not None, POWER=cut.power, EPS=running.eps,
+        RUNNING=running.mode == "running", SAVE=save, ACC=acc, BR=64, C=cut.channels, num_warps=4,
     )  # fmt: skip
     return y, z, mean, rstd
 
@@ -79,40 +83,40 @@ def _at_once(
 class _Adapter(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor, how: How
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, matrix: Tensor, settings: Settings
     ) -> Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
         rows, save = x.numel() // x.shape[1] // matrix.shape[0], any(ctx.needs_input_grad)
         if x.shape[1] in FEW and x.dtype in TYPES and (rows > WHOLE or not save):
-            y, z, mean, rstd = _at_once(x, weight, bias, matrix, how, save)
+            y, z, mean, rstd = _at_once(x, weight, bias, matrix, settings, save)
         else:
-            y = torch.empty_like(x)  # a copy of x, to which the product is added: baddbmm would make one itself
-            z, mean, rstd = normed(x, weight, bias, how, copy=y)
+            y = torch.empty_like(x)  # gets a copy of x, to which the product is added; baddbmm would make its own
+            z, mean, rstd = normed(x, weight, bias, settings, copy=y)
             _rows(y, matrix).baddbmm_(_rows(z, matrix), matrix.transpose(1, 2))
         ctx.save_for_backward(x, z, weight, bias, mean, rstd, matrix)
-        ctx.how = how
+        ctx.settings = settings
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """One gradient for x; the matrix's, which nothing waits for, is taken beside where it has a slot."""
+        """The matrix's gradient is needed late: with a slot, it is computed on the side stream."""
         x, z, weight, bias, mean, rstd, matrix = ctx.saved_tensors
         g = g.contiguous(memory_format=torch.channels_last)
-        rows, slot = _rows(g, matrix), ctx.how.slots[2]
+        rows, slot = _rows(g, matrix), ctx.settings.slots[2]
         if slot is None:
             dmatrix = torch.bmm(rows.transpose(1, 2), _rows(z, matrix))
         else:
             dmatrix = slot
-            with beside(g, z):
+            with on_side_stream(g, z):
                 torch.bmm(rows.transpose(1, 2), _rows(z, matrix), out=slot)
         dz = _image(torch.bmm(rows, matrix), x)
-        dx, _, affine = gradients(dz, x, x, (weight, bias), (mean, rstd), ctx.how, extra=g)
-        return dx, *unslotted((*affine, dmatrix), ctx.how.slots, ctx.needs_input_grad[1:4]), None
+        dx, _, affine = gradients(dz, x, x, (weight, bias), (mean, rstd), ctx.settings, extra=g)
+        return dx, *unslotted((*affine, dmatrix), ctx.settings.slots, ctx.needs_input_grad[1:4]), None
 
 
 def _rows(x: Tensor, matrix: Tensor) -> Tensor:
-    """channels_last `[K·B, C, H, W]` -> `[K, R, C]`, a view."""
+    """Returns channels_last `[K·B, C, H, W]` as `[K, R, C]`, a view."""
     return x.permute(0, 2, 3, 1).reshape(matrix.shape[0], -1, x.shape[1])
 
 
@@ -121,12 +125,14 @@ def _image(rows: Tensor, like: Tensor) -> Tensor:
     return rows.view(n, height, width, -1).permute(0, 3, 1, 2)
 
 
-def lane_adapter(
-    x: Tensor, affine: tuple[Tensor, Tensor], running: Statistics, matrix: Tensor, drop: Drop | None
-) -> Tensor:
-    """`x + dropout(norm(x)) Wᵀ`, matrix `[K, C, C, 1, 1]`."""
-    slot = slot_of(matrix)
-    slots = (*map(slot_of, affine), None if slot is None else slot.flatten(2))
-    how = How(running, drop=drop, slots=slots)
-    made: Tensor = _Adapter.apply(x, *affine, matrix.flatten(2), how)  # type: ignore[no-untyped-call]
-    return made
+def adapter(ops: Ops, x: Tensor, adapter: ResidualAdapter) -> Tensor:
+    """`Ops.adapter`, with norm, dropout and sum in one kernel, or together with the product."""
+    norm, drop, matrix = adapter.norm, adapter.dropout, adapter.conv.weight  # [K, C, C, 1, 1]
+    if matrix.dim() != 5 or not fits(norm, x.shape):
+        return Ops.adapter(ops, x, adapter)
+    take = norm.context.slots.take
+    slot, affine = take(matrix), (norm.weight, norm.bias)
+    active = Drop(drop.key, drop.salt, drop.p) if drop.key.dim() and drop.p else None
+    slots = (*map(take, affine), None if slot is None else slot.flatten(2))
+    y: Tensor = _Adapter.apply(x, *affine, matrix.flatten(2), Settings(norm.statistics, drop=active, slots=slots))  # type: ignore[no-untyped-call]
+    return y

@@ -1,4 +1,4 @@
-"""Steps on all parameters of all lanes at once, which lie side by side (`State.flat`), and a step's last word."""
+"""Training steps on all parameters of all lanes at once (`State.flat`), and the end of a step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..plain import AdamPlan, Change, Ops, Pulled, Tensors
 from .launch import launch
 
 _BLOCK = 1024
@@ -29,29 +30,6 @@ def _length(
     tl.atomic_add(total_ptr + k, tl.sum(g * tl.abs(tl.load(rate_ptr + k * rate_stride)), 0))
 
 
-Pulled = tuple[Tensor, Tensor, Tensor]
-"""A pull's centre `[K, n]` or `[1, n]`, its strengths `[K, 1]`, and ones `[n]` where it pulls, zeros where not."""
-
-
-def _pulled(p: Tensor, rates: Tensor, pull: Pulled | None) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
-    """Tensors for the kernels, and strides from lane to lane."""
-    centre, strength, where = (p, rates, p) if pull is None else pull
-    strides = 0 if centre.shape[0] == 1 else centre.stride(0), rates.stride(0), strength.stride(0)
-    return (centre, rates, strength, where), strides
-
-
-def length(g: Tensor, rates: Tensor, pull: Pulled | None) -> Tensor:
-    """Σ rate (|g| + pull |centre|) of each lane, `[K]`, taken in any order: good for telling whether a step on g
-    `[K, n]` is finite, from parameters that are."""
-    total = torch.zeros(g.shape[0], dtype=rates.dtype, device=g.device)
-    tensors, strides = _pulled(g, rates, pull)
-    launch(
-        _length, (g.shape[0], triton.cdiv(g.shape[1], 4 * _BLOCK)),
-        g, *tensors, total, g.shape[1], *strides, PULL=pull is not None, BLOCK=4 * _BLOCK,
-    )  # fmt: skip
-    return total
-
-
 @triton.jit
 def _sgd(
     p_ptr, g_ptr, centre_ptr, rate_ptr, pull_ptr, pulled_ptr, moves_ptr, size, centre_stride, rate_stride, pull_stride,
@@ -71,14 +49,44 @@ def _sgd(
     tl.store(p_ptr + k * size + i, new, mask=mask & (tl.abs(new) < float("inf")))
 
 
-def sgd_step(p: Tensor, g: Tensor, rates: Tensor, pull: Pulled | None, moves: Tensor) -> None:
-    """p − rate (g + pull (p − centre)) over p, in the lanes that move (bool `[K]`). p and g `[K, n]`, rates `[K, 1]`.
-    What would not be finite stays as it is."""
-    tensors, strides = _pulled(p, rates, pull)
+def sgd(
+    ops: Ops,
+    params: Tensors,
+    grads: Tensors,
+    rates: Tensor,
+    pull: Pulled | None,
+    momentum: float,
+    velocities: Tensors,
+) -> list[Change]:
+    """`Ops.sgd` on flat parameters, in place; without momentum.
+
+    The total is Σ rate (|g| + pull |centre|): it tells whether the step of finite parameters is finite. A single value
+    that would not be finite stays as it is.
+    """
+    if momentum or not _are_flat(params, grads) or (pull and pull.where is None):
+        return Ops.sgd(ops, params, grads, rates, pull, momentum, velocities)
+    (p,), (g,) = params, grads
+    centre, strength, where = (p, rates, p) if pull is None else (pull.centres[0], pull.strength, pull.where)
+    pulled, (lanes, size) = (centre, rates, strength, where), p.shape
+    strides = 0 if centre.shape[0] == 1 else centre.stride(0), rates.stride(0), strength.stride(0)
+    total = torch.zeros(lanes, dtype=rates.dtype, device=g.device)
     launch(
-        _sgd, (p.shape[0], triton.cdiv(p.shape[1], _BLOCK)),
-        p, g, *tensors, moves.view(torch.int8), p.shape[1], *strides, PULL=pull is not None, BLOCK=_BLOCK,
+        _length, (lanes, triton.cdiv(size, 4 * _BLOCK)),
+        g, *pulled, total, size, *strides, PULL=pull is not None, BLOCK=4 * _BLOCK,
     )  # fmt: skip
+
+    def write(moves: Tensor) -> None:
+        launch(
+            _sgd, (lanes, triton.cdiv(size, _BLOCK)),
+            p, g, *pulled, moves.view(torch.int8), size, *strides, PULL=pull is not None, BLOCK=_BLOCK,
+        )  # fmt: skip
+
+    return [Change(total, write)]
+
+
+def _are_flat(*several: Tensors) -> bool:
+    """Returns whether each of these is a single contiguous tensor `[K, n]`."""
+    return all(len(some) == 1 and some[0].dim() == 2 and some[0].is_contiguous() for some in several)
 
 
 @triton.jit
@@ -96,7 +104,7 @@ def _adam(
     g = tl.load(g_ptr + at, mask=mask, other=0.0).to(p_ptr.dtype.element_ty)
     m += (1 - ONE) * (g - m)
     v += (1 - TWO) * (g * g - v)
-    p -= tl.load(row) * m / (tl.sqrt(v) * tl.load(row + 1) + EPS)
+    p -= tl.load(row) * m / (tl.sqrt(v) / tl.load(row + 1) + EPS)
     tl.store(p_out + at, p, mask=mask)
     tl.store(m_out + at, m, mask=mask)
     tl.store(v_out + at, v, mask=mask)
@@ -105,19 +113,26 @@ def _adam(
         tl.store(done_out + k, done + 1)
 
 
-def adam_step(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, done: Tensor, table: Tensor, betas: tuple[float, float], eps: float
-) -> tuple[Tensor, ...]:
-    """The new p, m and v, `[K, n]`: p − rate · m / (√v · scale + ε), and how many steps are done, `[K, 1]`; and sums of
-    p, m and v, `[K]`. table `[steps, 2]` holds a step's rate and scale, which have the bias corrections in them."""
-    out = torch.empty_like(p), torch.empty_like(p), torch.empty_like(p), done.new_empty(done.shape)
+def adam(
+    ops: Ops, params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, done: Tensor, plan: AdamPlan
+) -> list[Change]:
+    """`Ops.adam` on flat parameters, in one kernel; the total is the sum of the new values."""
+    if not _are_flat(params, grads, firsts, seconds):
+        return Ops.adam(ops, params, grads, firsts, seconds, done, plan)
+    (p,), (g,), (m,), (v,) = params, grads, firsts, seconds
+    new = torch.empty_like(p), torch.empty_like(p), torch.empty_like(p), done.new_empty(done.shape)
     total = torch.zeros(p.shape[0], dtype=p.dtype, device=p.device)
     launch(
         _adam, (p.shape[0], triton.cdiv(p.shape[1], _BLOCK)),
-        p, g, m, v, done, table, *out, total, p.shape[1], len(table), done.stride(0),
-        ONE=betas[0], TWO=betas[1], EPS=eps, BLOCK=_BLOCK,
+        p, g, m, v, done, plan.table, *new, total, p.shape[1], len(plan.table), done.stride(0),
+        ONE=plan.betas[0], TWO=plan.betas[1], EPS=plan.eps, BLOCK=_BLOCK,
     )  # fmt: skip
-    return *out, total
+
+    def write_all(moves: Tensor) -> None:
+        for old, made in zip((p, m, v, done), new, strict=True):
+            ops.write(old, made, moves)
+
+    return [Change(total, write_all)]
 
 
 @triton.jit
@@ -137,8 +152,10 @@ def _settle(
     tl.store(at_ptr + k, at + going.to(tl.int64), mask=mask)
 
 
-def settle(counts: Tensor, at: Tensor, finite: Tensor, losses: Tensor, total: Tensor, trace: Tensor) -> Tensor:
-    """Which lanes move (bool `[k]`): they have steps left and are finite. Keeps their losses, counts the step."""
+def settle(
+    ops: Ops, counts: Tensor, at: Tensor, finite: Tensor, losses: Tensor, total: Tensor, trace: Tensor
+) -> Tensor:
+    """`Ops.settle` in one kernel."""
     moves = torch.empty_like(finite)
     launch(
         _settle, (1,), counts, at, finite.view(torch.int8), losses, total, trace, moves.view(torch.int8), len(counts),
@@ -148,14 +165,17 @@ def settle(counts: Tensor, at: Tensor, finite: Tensor, losses: Tensor, total: Te
 
 
 @triton.jit
-def _keep(old_ptr, new_ptr, moves_ptr, size, BLOCK: tl.constexpr):
+def _write(old_ptr, new_ptr, moves_ptr, size, BLOCK: tl.constexpr):
     k = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < tl.where(tl.load(moves_ptr + k) != 0, size, 0)
     tl.store(old_ptr + k * size + i, tl.load(new_ptr + k * size + i, mask=mask, other=0.0), mask=mask)
 
 
-def keep(old: Tensor, new: Tensor, moves: Tensor) -> None:
-    """Writes the lanes of `new` `[K, n]` that move (bool `[K]`) over those of `old`."""
-    grid = (old.shape[0], triton.cdiv(old.shape[1], _BLOCK))
-    launch(_keep, grid, old, new, moves.view(torch.int8), old.shape[1], BLOCK=_BLOCK)
+def write(ops: Ops, old: Tensor, new: Tensor, moves: Tensor) -> None:
+    """`Ops.write` in one kernel, for contiguous tensors `[K, n]`."""
+    if old.dim() == 2 and old.is_contiguous() and new.is_contiguous():
+        grid = (old.shape[0], triton.cdiv(old.shape[1], _BLOCK))
+        launch(_write, grid, old, new, moves.view(torch.int8), old.shape[1], BLOCK=_BLOCK)
+    else:
+        Ops.write(ops, old, new, moves)

@@ -1,23 +1,27 @@
-"""The stem behind its frozen convolution: batch norm, ReLU and max pooling (3×3, stride 2) without the maps between.
+"""The stem after its frozen convolution: batch norm, ReLU and max pooling (3×3, stride 2), without the maps in between.
 
-Nothing trained stands before the norm, so the backward pass only needs the gradients of its affine. Images that are
-not augmented come as a `Stem`, pooled.
+Nothing before the norm is trained, so the backward pass needs only the gradients of its affine. Images that are not
+augmented come as a `Stem`, already pooled.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..stem import Stem
+from ...stem import Stem
+from ..plain import Ops, Statistics
 from .launch import launch
-from .norm import How, affine_sums, grads_of, slot_of, stride_of, unslotted
-from .tiles import Statistics, lane_values, take_statistics, tiles, wide
+from .norm import Settings, affine_sums, fits, grads_of, stride_of, unslotted
+from .tiles import lane_values, take_statistics, tiles, wide
+
+if TYPE_CHECKING:
+    from ...layers import LaneBatchNorm
 
 _BR = 64  # pooled pixels in a block
 
@@ -28,7 +32,7 @@ def _pooled(
     out_rows, channels, height, width, out_height, out_width, stride, running_stride,
     EPS: tl.constexpr, RUNNING: tl.constexpr, ACC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """y = max over a window of ReLU(norm(x)), and the x that it was."""
+    """y = max over a window of ReLU(norm(x)), and the x where it was found."""
     k = tl.program_id(0).to(tl.int64)
     r, c = tl.program_id(1) * BR + tl.arange(0, BR), tl.program_id(2) * BC + tl.arange(0, BC)
     inside = c < channels
@@ -70,14 +74,14 @@ class _NormAndPool(torch.autograd.Function):
         acc, dtype = wide(x)
         mean = torch.empty(cut.lanes, channels, dtype=dtype, device=x.device)
         rstd = torch.empty_like(mean)
-        if running.how != "running":
+        if running.mode != "running":
             take_statistics(x, mean, rstd, running, cut)
         out_rows, across = n // cut.lanes * out[0] * out[1], min(32, triton.next_power_of_2(channels))
         launch(
             _pooled, (cut.lanes, triton.cdiv(out_rows, _BR), triton.cdiv(channels, across)),
             x, y, chosen, weight, bias, mean, rstd, running.mean, running.var, cut.rows, out_rows, channels,
             height, width, *out, stride_of(weight), running.mean.stride(0), EPS=running.eps,
-            RUNNING=running.how == "running", ACC=acc, BR=_BR, BC=across, num_warps=8,
+            RUNNING=running.mode == "running", ACC=acc, BR=_BR, BC=across, num_warps=8,
         )  # fmt: skip
         ctx.save_for_backward(chosen, weight, bias, mean, rstd)
         ctx.slots, ctx.running = slots, running
@@ -90,18 +94,22 @@ class _NormAndPool(torch.autograd.Function):
 
 
 def _affine_gradients(ctx: Any, g: Tensor, wanted: tuple[bool, ...]) -> list[Any]:
-    """Of weight and bias, where the context holds the values that went through the pooling."""
+    """Returns the gradients of weight and bias; the context has the values that passed the pooling."""
     x, weight, bias, mean, rstd = ctx.saved_tensors
     g = g.contiguous(memory_format=torch.channels_last)
     found, cut = grads_of(mean, weight.dtype, ctx.slots), tiles(x, mean.shape[0], sums=False)
-    affine_sums(g, x, x, (weight, bias), (mean, rstd), How(ctx.running, relu=True), found, cut)
+    affine_sums(g, x, x, (weight, bias), (mean, rstd), Settings(ctx.running, relu=True), found, cut)
     return unslotted(found, ctx.slots, wanted)
 
 
-def norm_and_pool(x: Tensor, affine: tuple[Tensor, Tensor], running: Statistics) -> Tensor:
-    """MaxPool(ReLU(norm(x))) with windows of 3×3, stride 2 and padding 1, of x that needs no gradient."""
-    made: Tensor = _NormAndPool.apply(x, *affine, running, tuple(map(slot_of, affine)))  # type: ignore[no-untyped-call]
-    return made
+def norm_and_pool(ops: Ops, x: Tensor, layer: LaneBatchNorm, pool: nn.Module) -> Tensor:
+    """`Ops.norm_and_pool`, for windows of 3×3, stride 2 and padding 1, of x that needs no gradient."""
+    usual = isinstance(pool, nn.MaxPool2d) and (pool.kernel_size, pool.stride, pool.padding) == (3, 2, 1)
+    if not usual or x.requires_grad or not fits(layer, x.shape):
+        return Ops.norm_and_pool(ops, x, layer, pool)
+    affine = layer.weight, layer.bias
+    y: Tensor = _NormAndPool.apply(x, *affine, layer.statistics, tuple(map(layer.context.slots.take, affine)))  # type: ignore[no-untyped-call]
+    return y
 
 
 @triton.jit
@@ -111,7 +119,7 @@ def _stem(
     KEEP: tl.constexpr, RUNNING: tl.constexpr, SIDES: tl.constexpr, SAVE: tl.constexpr, ACC: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """`Stem.normed`; the maxima or minima that were taken are saved for the backward pass."""
+    """`Stem.normed`; SAVE: stores the maxima or minima that were taken, for the backward pass."""
     k, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     r, c = tile * BR + tl.arange(0, BR), tl.program_id(2) * BC + tl.arange(0, BC)
     inside = c < channels
@@ -127,13 +135,13 @@ def _stem(
     ends_ptr += number * SIDES * rows * channels
     at = r[:, None] * channels + c[None, :]
     x = tl.load(ends_ptr + at, mask=mask, other=0.0)
-    if SIDES == 2:  # both are read: an address for every channel would cost more
+    if SIDES == 2:  # both are read, as an address per channel would cost more
         x = tl.where((scale >= 0)[None, :], x, tl.load(ends_ptr + rows * channels + at, mask=mask, other=0.0))
     y = tl.maximum((x.to(ACC) - mean[None, :]) * scale[None, :] + bias[None, :], 0.0)
     tl.store(y_ptr + k * rows * channels + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     if SAVE:
         tl.store(x_ptr + k * rows * channels + at, x, mask=mask)
-        one = c < tl.where(tile == 0, channels, 0)  # one program of a lane's channels
+        one = c < tl.where(tile == 0, channels, 0)  # one program per lane and channel
         tl.store(mean_ptr + k * channels + c, mean, mask=one)
         tl.store(rstd_ptr + k * channels + c, rstd, mask=one)
         if KEEP:
@@ -149,7 +157,7 @@ class _StemNorm(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, weight: Tensor, bias: Tensor, stem: Stem, running: Statistics, slots: tuple[Tensor | None, ...]
     ) -> Tensor:
-        ends, save = stem.ends, running.how != "running"
+        ends, save = stem.ends, running.mode != "running"
         y = torch.empty(stem.shape, dtype=ends.dtype, device=ends.device, memory_format=torch.channels_last)
         cut = tiles(y, running.mean.shape[0], sums=False)
         acc, dtype = wide(y)
@@ -160,7 +168,7 @@ class _StemNorm(torch.autograd.Function):
             _stem, block.grid,
             ends, stem.moments, stem.number, x, y, weight, bias, mean, rstd, running.mean, running.var,
             cut.rows, cut.channels, stem.pixels, stride_of(weight), running.mean.stride(0), MOMENTUM=running.momentum,
-            EPS=running.eps, KEEP=running.how == "train", RUNNING=not save, SIDES=ends.shape[1], SAVE=save, ACC=acc,
+            EPS=running.eps, KEEP=running.mode == "train", RUNNING=not save, SIDES=ends.shape[1], SAVE=save, ACC=acc,
             BR=block.block[0], BC=block.block[1], num_warps=block.warps,
         )  # fmt: skip
         ctx.save_for_backward(x, weight, bias, mean, rstd)
@@ -173,7 +181,10 @@ class _StemNorm(torch.autograd.Function):
         return *_affine_gradients(ctx, g, ctx.needs_input_grad[:2]), None, None, None
 
 
-def stem_norm(stem: Stem, affine: tuple[Tensor, Tensor], running: Statistics) -> Tensor:
-    """ReLU(norm(x)) of what is pooled: `[K·B, C, H, W]`."""
-    made: Tensor = _StemNorm.apply(*affine, stem, running, tuple(map(slot_of, affine)))  # type: ignore[no-untyped-call]
-    return made
+def stem_norm(ops: Ops, stem: Stem, layer: LaneBatchNorm) -> Tensor:
+    """`Ops.stem_norm` in one kernel."""
+    if not fits(layer, stem.shape):
+        return Ops.stem_norm(ops, stem, layer)
+    affine = layer.weight, layer.bias
+    y: Tensor = _StemNorm.apply(*affine, stem, layer.statistics, tuple(map(layer.context.slots.take, affine)))  # type: ignore[no-untyped-call]
+    return y

@@ -1,0 +1,57 @@
+"""Files on disk that save work: whole or absent, and never needed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BytesIO
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+STALE = 24 * 3600.0  # seconds after which a temporary file must be left over from a killed process
+
+
+def cache_folder() -> Path | None:
+    """Returns `$PERADA_CACHE` or `~/.cache/perada`; None if there can be no such folder."""
+    try:
+        folder = Path(os.environ.get("PERADA_CACHE") or "~/.cache/perada").expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: no home
+        return None
+    return folder
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that gets its name when it is complete: no reader sees a part, and a kill leaves only a temporary file."""
+    sweep(path.parent, ".*.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
+    try:
+        with part.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def sweep(folder: Path, pattern: str) -> None:
+    """Removes what killed processes left; a live one writes often enough not to look stale."""
+    for left in folder.glob(pattern):
+        with suppress(OSError):  # another process was faster
+            if time.time() - left.stat().st_mtime > STALE:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def npy_header(shape: tuple[int, ...]) -> bytes:
+    """Returns the header of an .npy file of bytes; its length does not depend on the number of rows."""
+    file = BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    return file.getvalue()

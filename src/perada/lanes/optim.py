@@ -1,0 +1,123 @@
+"""SGD and Adam as steps of a loop. `Ops` has their arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .gradient import Gradient, Loss, Options
+from .model import Group, LaneModel
+from .ops import AdamPlan, Pulled
+from .state import State, views
+from .train import Batches, Result, Update, check_lanes, loop
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Adds `strength_k (p − towards)` to lane k's gradient: the gradient of `strength/2 ‖p − towards‖²`."""
+
+    towards: State  # one lane that all share, or one per lane
+    strength: Sequence[float]
+
+
+def sgd(
+    model: LaneModel,
+    start: State,
+    batches: Batches,
+    loss: Loss,
+    lr: Sequence[float],
+    steps: Sequence[int],
+    pull: Pull | None = None,
+    options: Options = Options(),
+    of: Group | None = None,
+    slots: int = 0,
+) -> Result:
+    """Trains lane k for `steps[k]` steps of size `lr[k]`: gradient, clipping, decay, pull, momentum, in this order.
+
+    of: the group that is trained; the rest of a lane stays as it is, including its running statistics.
+    slots: how many lanes are trained at once; 0 is all.
+    """
+    first = next(iter(start.params.values()))
+    check_lanes(start.lanes, lr=lr, **({"pull strength": pull.strength} if pull else {}))
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=first.dtype, device=first.device).unsqueeze(1)
+
+    numbers = {"lr": column(lr)} | ({"pull": column(pull.strength)} if pull else {})
+    velocity = State({n: torch.zeros_like(p) for n, p in start.params.items()} if options.momentum else {})
+    centre = pull.towards.only(start.params, ()) if pull else State()
+    cache: dict[str, Tensor] = {}
+
+    def update(gradient: Gradient, states: tuple[State, ...]) -> tuple[State, ...]:
+        state, speed, towards, each = states
+        grads, state = gradient(state, of)
+        with torch.no_grad():
+            pulled = None
+            if pull:
+                if gradient.flat is not None and "where" not in cache:  # made before a step is recorded, kept after
+                    cache["where"] = _where(state, grads)
+                centres = _tensors(gradient, grads, towards)
+                pulled = Pulled(centres, each.params["pull"], cache.get("where"))
+            params, speeds = (_tensors(gradient, grads, s) if s.lanes else [] for s in (state, speed))
+            flat = list(grads.values()) if gradient.flat is None else [gradient.flat]
+            gradient.changes += gradient.ops.sgd(params, flat, each.params["lr"], pulled, options.momentum, speeds)
+        return state, speed, towards, each
+
+    begin = (start, velocity, centre, State(numbers))
+    done = loop(model, begin, batches, loss, steps, update, options, ("sgd", of, bool(pull)), slots)
+    return replace(done, states=done.states[:1])
+
+
+def adam(
+    rates: Sequence[float],
+    pull: float,
+    device: torch.device,
+    dtype: torch.dtype,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> Update:
+    """Returns Adam as a loop's step on the states of `adam_states`. After its last rate it stands still."""
+    rows = [[r / (1 - betas[0] ** t), (1 - betas[1] ** t) ** 0.5] for t, r in enumerate([*rates, 0.0], 1)]
+    plan = AdamPlan(torch.tensor(rows, dtype=dtype, device=device), betas, eps)
+
+    def update(gradient: Gradient, states: tuple[State, ...]) -> tuple[State, ...]:
+        grads, state = gradient(states[0])
+        _, first, second, count, *centre = states
+        with torch.no_grad():
+            params, firsts, seconds = (_tensors(gradient, grads, s) for s in (state, first, second))
+            flat = list(grads.values()) if gradient.flat is None else [gradient.flat]
+            for towards in centre:  # parameters without a gradient are still at their centre
+                centres = _tensors(gradient, grads, towards)
+                flat = [g.to(p.dtype) + pull * (p - c) for g, p, c in zip(flat, params, centres, strict=True)]
+            gradient.changes += gradient.ops.adam(params, flat, firsts, seconds, count.params["t"], plan)
+        return state, *states[1:]
+
+    return update
+
+
+def adam_states(start: State, pull: float, done: int = 0) -> tuple[State, ...]:
+    """Returns what `adam` works on: parameters, first and second moments, steps done and, with a pull, its centre."""
+    zeros = State({n: torch.zeros_like(p) for n, p in start.params.items()})
+    device = next(iter(start.tensors())).device
+    count = State({"t": torch.full((start.lanes, 1), done, dtype=torch.float64, device=device)})
+    return start, zeros, zeros, count, *([State(start.params)] if pull else [])
+
+
+def _tensors(gradient: Gradient, names: Iterable[str], state: State) -> list[Tensor]:
+    """Returns the state's parameters of these names; the one that holds them all where gradients are flat, too."""
+    if gradient.flat is None:
+        return [state.params[n] for n in names]
+    assert state.flat is not None
+    return [state.flat[0]]
+
+
+def _where(state: State, names: Iterable[str]) -> Tensor:
+    """Returns ones `[n]` where these parameters lie in the flat tensor, and zeros elsewhere."""
+    assert state.flat is not None
+    where = torch.zeros_like(state.flat[0][:1])
+    for name, view in views(state.params, where).items():
+        view.fill_(float(name in names))
+    return where[0]

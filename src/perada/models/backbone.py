@@ -1,0 +1,66 @@
+"""A network with what it says about its images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..lanes import last_linear
+from .weights import WeightReport, load_into, read_weights
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A network, its head, and the images it expects.
+
+    head: the name of the prediction layer; by default the last linear layer.
+    size, mean, std: pixels per side and normalisation that its pretrained weights expect; None: the data's own.
+    name: what it was built from, such as "resnet18".
+    """
+
+    net: nn.Module
+    head: str = ""
+    size: int | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.net, nn.Module):
+            raise InputError(f"a backbone must be a torch.nn.Module, not {type(self.net).__name__}")
+        if not self.head:
+            object.__setattr__(self, "head", last_linear(self.net))
+        elif not self.head_layer:
+            raise InputError(f"this network has no layer {self.head!r} that could be its head")
+
+    @property
+    def head_layer(self) -> nn.Module | None:
+        """Returns the prediction layer, if there is a layer of that name with parameters of its own."""
+        layer = dict(self.net.named_modules()).get(self.head)
+        return layer if layer is not None and any(True for _ in layer.parameters(recurse=False)) else None
+
+    def load(self, weights: str) -> WeightReport | None:
+        """Loads pretrained weights (see `read_weights`) and reports what fitted. "random" loads nothing."""
+        if weights == "random":
+            return None
+        return load_into(self.net, read_weights(weights, self.name), weights, self.head)
+
+    @torch.no_grad()
+    def check(self, image: Sequence[int], classes: int) -> None:
+        """Refuses a network that cannot take images `[n, *image]`, or does not give one logit per class."""
+        shape, training = "×".join(map(str, image)), self.net.training
+        weight = next(self.net.parameters())
+        try:
+            logits = self.net.eval()(torch.zeros(2, *image, dtype=weight.dtype, device=weight.device))
+        except Exception as error:  # a network may fail in any way
+            first = next(iter(str(error).splitlines()), "")
+            raise InputError(f"the backbone cannot take images of {shape}: {type(error).__name__}: {first}") from error
+        finally:
+            self.net.train(training)
+        if not isinstance(logits, Tensor) or logits.shape != (2, classes):
+            given = f"{list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+            raise InputError(f"the backbone must give logits [2, {classes}] for two images, not {given}")
