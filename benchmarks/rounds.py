@@ -126,7 +126,7 @@ def step_times(sim: Experiment, repeats: int = 5) -> dict[int, list[float]]:
 def one_round(sim: Experiment, spent: dict[str, float], since: Callable[[], float] | None) -> dict[str, float]:
     at, clients = sim.now.round, sim.sampled(sim.now.round)
     spent.clear()
-    whole = timed(sim.step)
+    whole = timed(sim.round)
     found = {"whole": whole, **spent, "rest": whole - sum(spent.values())}
     shown = ", ".join(f"{part} {seconds:.2f}" for part, seconds in found.items()) + " s"
     if since is not None:

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from perada.adapters import adapt
 from perada.config import Config, build, resolve
 from perada.data import Client, Federation
 from perada.experiment import Experiment
-from perada.lanes import Group, LaneModel, State
-from perada.lanes.layers import LaneLinear
+from perada.lanes import LaneModel, State
+from perada.methods import Method
 
 # The digits preset cut down to about 0.2 s a round: the server holds back most of the training data.
 SMALL: dict[str, Any] = {
@@ -66,6 +67,30 @@ def after(rounds: int, **set: Any) -> Experiment:
     return sim
 
 
+def experiment(
+    net: nn.Module,
+    federation: Federation,
+    config: Config,
+    method: Method | None = None,
+    adapter: Any = None,
+    public: Tensor | None = None,
+) -> Experiment:
+    """An experiment on a network and data of a test's own; the rest is what the configuration says.
+
+    public: uint8 images `[n, C, H, W]`.
+    """
+    return Experiment(
+        net,
+        federation,
+        method or config.make_method(),
+        adapter=adapter,
+        public=public,
+        train=config.train,
+        distill=config.distill,
+        options=config.run,
+    )
+
+
 class Pixel(nn.Module):
     """logits_j = (weight_j · x)^power for an image of one pixel: as many parameters as classes.
 
@@ -75,7 +100,7 @@ class Pixel(nn.Module):
     def __init__(self, weights: Sequence[float], power: int) -> None:
         super().__init__()
         self.power = power
-        self.fc = LaneLinear(1, len(weights), bias=False)
+        self.fc = nn.Linear(1, len(weights), bias=False)
         self.fc.weight = nn.Parameter(torch.tensor(weights, dtype=torch.float64).view(-1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -83,8 +108,7 @@ class Pixel(nn.Module):
 
 
 def pixel_model(*weights: float, power: int = 1) -> LaneModel:
-    whole = Group(frozenset({"fc.weight"}), frozenset())
-    return LaneModel(Pixel(weights, power), whole.params, frozenset(), {"adapter": whole, "full": whole})
+    return adapt(Pixel(weights, power), adapter=None, trained="full").to("cpu", torch.float64)
 
 
 def lanes_of(*lanes: Sequence[float]) -> State:
@@ -147,7 +171,7 @@ def pixel_federation(*clients: Sequence[tuple[int, int]]) -> Federation:
 
 
 def everything(sim: Experiment) -> dict[str, Tensor]:
-    """All a simulation holds between two rounds, by name."""
+    """All that an experiment holds between two rounds, by name."""
     now = {"server": sim.now.server, "broadcast": sim.now.broadcast, "kept": sim.now.kept}
     return {f"{who}/{n}": t for who, s in now.items() for n, t in {**s.params, **s.buffers}.items()}
 

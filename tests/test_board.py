@@ -1,4 +1,4 @@
-"""What TensorBoard reads is what metrics.jsonl says."""
+"""TensorBoard shows the numbers of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from perada.runs.folder import RunFolder
 
 
 def shown(folder: Path) -> dict[str, dict[int, float]]:
-    """Tag -> round -> value, as TensorBoard has it. Fails if a round is there twice."""
+    """Returns tag -> round -> value, as TensorBoard reads it; fails if it has a round twice."""
     read = EventAccumulator(str(folder)).Reload()
     found = dict[str, dict[int, float]]()
     for tag in read.Tags()["scalars"]:

@@ -1,4 +1,4 @@
-"""`perada compare`: methods times seeds on one split, in a folder that survives everything, with the paper's table."""
+"""`perada compare`: methods times seeds on one split, resumable at any moment, with the paper's table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from perada.config import resolve
 from perada.errors import InputError, Interrupted
 from perada.experiment import Experiment
 from perada.runs.folder import write_atomic
-from perada.sweep.compare import compare
+from perada.sweep.compare import Comparison, compare
 
 TINY: dict[str, Any] = {"data__clients": 3, "distill__steps": 1, "distill__candidates": [1]}
 METHODS = ["perada", "standalone"]  # not the paper's order
@@ -78,7 +78,7 @@ def assert_same_comparison(found: Path, wanted: Path) -> None:
     assert not list(found.rglob("*.part"))
 
 
-# What it leaves.
+# What a comparison writes.
 
 
 def test_a_comparison_is_a_plan_runs_and_tables(whole: Path) -> None:
@@ -148,7 +148,7 @@ def test_json_is_one_document(resume: bool, whole: Path, tmp_path: Path, capsys:
 
 
 def test_settings_of_one_method_reach_only_that_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--set method.lam means nothing to FedAvg; [methods.ditto] train.lr is Ditto's alone."""
+    """FedAvg has no method.lam; `train.lr` in [methods.ditto] is for Ditto only."""
     file, out = tmp_path / "mine.toml", tmp_path / "out"
     own = "[methods.ditto]\ntrain.lr = 0.5\n[methods.mtl]\ntrain.lr = 9\n"
     file.write_text(resolve("digits", plain(train__rounds=1, train__lr=0.03)).toml() + own)
@@ -184,14 +184,14 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "an unknown setting for a method": (["compare", "typo.toml", "--out", "new"], ["did you mean 'train.lr'?"]),
     "more clients a round than there are": (words("new", train__cohort=4), ["train.cohort=4", "3 clients"]),
     "a guard without validation data": (words("new", methods="fedavg,feddf", data__val=0), ["distill.guard"]),
-    "momentum for a method without": (words("new", methods="fedavg,pfedme", train__momentum=0.9), ["pfedme"]),
+    "momentum for a method without": (words("new", methods="fedavg,pfedme", train__momentum=0.9), ["PFedMe"]),
     "resume of a search": (["compare", "--out", "search", "--resume"], ["search is not a comparison"]),
     "no public images": (words("new", methods="standalone,feddf", distill__data="none"), ["distillation needs public"]),
     "a folder below a file": (words("notes.txt/new"), ["notes.txt"]),
     "a name that is too long": (words("a" * 300), ["too long"]),
     "resume with a setting alone": (["compare", "--out", "whole", "--resume", "--set", "train.lr=0.5"], ["train.lr"]),
     "a method on other data": (words("whole", "--resume", methods="mtl", data__size=9), ["another data.size"]),
-    "another split for one method": (["compare", "split.toml", *words("new")[2:]], ["[data]", "one split"]),
+    "another split for one method": (["compare", "split.toml", *words("new")[2:]], ["data.seed", "one split"]),
     "resume with another source": (["compare", "split.toml", "--out", "whole", "--resume"], ["made from digits"]),
     "resume on a device that is not here": (words("whole", "--resume", "--device", "cuda"), ["run.device=cuda"]),
     "a list for a methods name": (["train", "name.toml", "--out", "new"], ["method.name", "text"]),
@@ -228,6 +228,24 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(
     assert tree(tmp_path) == before
 
 
+def test_from_python_methods_are_a_list_or_text_and_the_table_is_rows(whole: Path, tmp_path: Path) -> None:
+    given = {"seeds": 1, "set": plain(train__rounds=1)}
+    first = perada.compare("digits", methods=["standalone", "fedavg"], out=str(tmp_path / "list"), **given)
+    second = perada.compare("digits", methods="standalone, fedavg", out=tmp_path / "text", **given)
+    assert (first.path, first.names) == (tmp_path / "list", ["standalone-0", "fedavg-0"])
+    assert first.table() == second.table()
+    assert [row["name"] for row in first.table()] == ["standalone", "fedavg"]
+    assert first.table()[0]["local_test"]["mean"] == first.runs[0].summary["local_test"]["mean"]
+    assert [row.method for row in Comparison(whole).standings().rows] == ["standalone", "perada"]
+
+
+def test_a_method_of_another_package_is_compared_below_ours(tmp_path: Path) -> None:
+    names = ["perada.methods.fedprox:FedProx", "fedavg"]
+    found = compare("digits", methods=names, set=plain(train__rounds=1), out=tmp_path / "out")
+    assert [row["name"] for row in found.table()] == names[::-1]
+    assert "| perada.methods.fedprox:FedProx |" in (tmp_path / "out" / "table.md").read_text()
+
+
 def test_python_refuses_the_same(tmp_path: Path) -> None:
     for given in ({"methods": []}, {"seeds": 0}, {"methods": ["dito"]}, {"set": {"method.name": "ditto"}}):
         with pytest.raises(InputError):
@@ -235,11 +253,11 @@ def test_python_refuses_the_same(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-# Whatever happens to the process.
+# Interrupted and killed processes.
 
 
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The runs that are trained from now on."""
+    """Returns a list that collects the names of runs trained from now on."""
     seen: list[str] = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -324,13 +342,13 @@ def test_killed_it_goes_on_and_ends_as_if_nothing_had_happened(whole: Path, tmp_
 
 @pytest.mark.parametrize("lost", [PARTS, {"report.html"}, {"report.html", "summary.json"}])
 def test_killed_as_a_run_began_or_ended_it_goes_on(lost: set[str], copy: Path, whole: Path, monkeypatch: Any) -> None:
-    """Before its config.toml had its name, before its report was written: nothing finished is trained again."""
+    """Killed before config.toml was renamed, or before the report was written: no finished round is trained again."""
     for part in lost:
         (shutil.rmtree if part == "checkpoints" else os.unlink)(copy / NAMES[1] / part)
     if lost == PARTS:
         (copy / NAMES[1] / ".config.toml.123.part").write_text("[data]")
-    seen, steps, real = trained(monkeypatch), [], Experiment.step
-    monkeypatch.setattr(Experiment, "step", lambda self: steps.append(1) or real(self))
+    seen, steps, real = trained(monkeypatch), [], Experiment.update
+    monkeypatch.setattr(Experiment, "update", lambda self, uploads: steps.append(1) or real(self, uploads))
     assert cli.main(["compare", "--out", str(copy), "--resume"]) == 0
     assert (seen, len(steps)) == ([NAMES[1]], 2 if lost == PARTS else 0)
     assert_same_comparison(copy, whole)
@@ -340,7 +358,7 @@ def test_killed_as_a_run_began_or_ended_it_goes_on(lost: set[str], copy: Path, w
 def test_killed_before_its_plan_was_whole_it_starts_anew(
     source: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the killed one left, its source too, is no part of the one that is started in its place."""
+    """A new comparison in the same folder uses nothing of the killed one, and not its source either."""
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text('preset = "digits"\n[train]\nclip = 0.5\n')
 
@@ -363,7 +381,7 @@ def test_killed_before_its_plan_was_whole_it_starts_anew(
 
 
 def test_what_is_added_is_computed_as_the_others_were(copy: Path) -> None:
-    """A comparison from when fp32 was what everybody had; the float64 here, as this machine has no GPU."""
+    """Added runs have the precision of the old ones: here float64, which works without a GPU."""
     for name in NAMES:
         for file in (copy / f"plan/{name}.toml", copy / name / "config.toml"):
             file.write_text(re.sub('precision = ".*"', 'precision = "fp64"', file.read_text()))
@@ -388,7 +406,7 @@ def test_resume_adds_methods_and_keeps_the_others(copy: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(("here", "more"), [(".", ["--data", "new/mine.npz"]), ("old/sub", [])])
 def test_resume_finds_the_data(here: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They moved, or it is resumed in another folder: what was a relative path means the same."""
+    """The data moved, or the current folder is another one: relative paths still mean the same."""
     monkeypatch.chdir(tmp_path)
     images = np.random.default_rng(0).integers(0, 256, (60, 16, 16, 3), dtype=np.uint8)
     Path("old/sub").mkdir(parents=True)

@@ -17,7 +17,8 @@ from torch import Tensor
 from perada import adapt
 from perada.lanes import LaneModel, State, gather, mean
 from perada.models.resnet import resnet
-from perada.server.distill import Distill, Server, chunks_in, chunks_of, distill, kl, teacher_logits
+from perada.server.distill import Distill, chunks_in, chunks_of, distill, kl, teacher_logits
+from perada.server.guard import Server
 
 # The teacher and the loss.
 
@@ -372,13 +373,15 @@ def test_a_guard_keeps_what_it_judged(
     """The average with its own statistics, or with those of public images, which is no student accepted either; or the
     student. `weights` and `statistics`: whether they are the average's."""
     options = Distill(steps=2, lr=0.01, guard="clients", keep_stats="student", candidates=())
-    server = Server(model, chunks, options, False, 0, 0, lambda candidates: double(*([x] for x in losses)))
-    found, start = server.distill(mean(teachers), teachers), mean(teachers)
+    server, start = Server(model, chunks, options, False, 0, 0), mean(teachers)
+    state = server.distill(start, teachers)
+    assert server.candidates is not None
+    best, log = server.candidates.choose(double(*([x] for x in losses)))
+    found = server.candidates.pick(state, best)
     assert torch.equal(found.params["fc.weight"], start.params["fc.weight"]) == weights
     assert torch.equal(found.buffers["bn1.running_mean"], start.buffers["bn1.running_mean"]) == statistics
-    assert server.log is not None
-    assert server.log["guard_chose"] == steps
-    assert server.log["guard_index"] == losses.index(min(losses))
+    assert log["guard_chose"] == steps
+    assert log["guard_index"] == losses.index(min(losses))
 
 
 def test_distilling_brings_the_student_nearer(chunks: list[Tensor], teachers: State, model: LaneModel) -> None:

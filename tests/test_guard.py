@@ -17,14 +17,23 @@ from perada.config import build
 from perada.data.federation import Federation
 from perada.experiment import Experiment
 from perada.lanes import State, gather, stack
-from perada.server.distill import Distill, Server
+from perada.server.distill import Distill
+from perada.server.guard import Server
 
 Judge = Callable[[State], Tensor]
 
 
-def server(judge: Judge, round: int = 0, **set: Any) -> Server:
+def server(round: int = 0, **set: Any) -> Server:
     options = Distill(**{"steps": 4, "lr": 0.05, "candidates": (1, 2), "guard": "clients", **set})
-    return Server(pixel_model(0.0, 0.0), [ONE], options, False, round, 0, judge)
+    return Server(pixel_model(0.0, 0.0), [ONE], options, False, round, 0)
+
+
+def guarded(server: Server, judge: Judge | None) -> tuple[State, dict[str, Any]]:
+    """Proposes, scores and chooses, as a round does; returns the chosen state and the log."""
+    state, proposed = server.distill(AVERAGE, TEACHERS), server.candidates
+    assert proposed is not None
+    best, log = proposed.choose(judge(proposed.states) if judge else None)
+    return proposed.pick(state, best), log
 
 
 TEACHERS = lanes_of([2.0, -1.0], [1.0, 1.0])
@@ -41,99 +50,81 @@ def losses(*rows: list[float]) -> Judge:
 
 
 def test_a_guard_that_likes_the_average_best_keeps_it_bit_for_bit() -> None:
-    s = server(losses([0.1], [0.2], [0.3], [0.4]))
-    assert_same_tensors(s.distill(AVERAGE, TEACHERS).params, AVERAGE.params)
-    assert s.log is not None
-    assert s.log["guard_chose"] == 0
-    assert s.log["guard_steps"] == [0, 1, 2, 4]
-    assert s.log["guard_losses"] == [0.1, 0.2, 0.3, 0.4]
+    found, log = guarded(server(), losses([0.1], [0.2], [0.3], [0.4]))
+    assert_same_tensors(found.params, AVERAGE.params)
+    assert log["guard_chose"] == 0
+    assert log["guard_steps"] == [0, 1, 2, 4]
+    assert log["guard_losses"] == [0.1, 0.2, 0.3, 0.4]
 
 
 @pytest.mark.parametrize(("best", "steps"), [(1, 1), (2, 2), (3, 4)])
 def test_a_guard_keeps_the_candidate_with_the_least_mean_loss(best: int, steps: int) -> None:
     rows = [[1.0, 1.0] for _ in range(4)]
     rows[best] = [1.4, 0.5]  # worse for one judge, better on average
-    s = server(losses(*rows))
-    found = s.distill(AVERAGE, TEACHERS)
-    seen: list[State] = []
-    blind = server(lambda c: seen.append(c) or double(*rows))
-    blind.distill(AVERAGE, TEACHERS)
-    assert_same_tensors(found.params, gather(seen[0], [best]).params)
-    assert s.log is not None
-    assert s.log["guard_chose"] == steps
+    found, log = guarded(server(), losses(*rows))
+    candidates = server().distill(AVERAGE, TEACHERS)
+    assert_same_tensors(found.params, gather(candidates, [best]).params)
+    assert log["guard_chose"] == steps
 
 
 def test_a_tie_keeps_the_average() -> None:
-    s = server(losses([0.5], [0.5], [0.5], [0.5]))
-    assert_same_tensors(s.distill(AVERAGE, TEACHERS).params, AVERAGE.params)
+    found, _ = guarded(server(), losses([0.5], [0.5], [0.5], [0.5]))
+    assert_same_tensors(found.params, AVERAGE.params)
 
 
 def test_judges_without_data_have_no_vote() -> None:
     nan = math.nan
-    s = server(losses([0.5, nan, 0.5], [0.6, nan, 0.3], [0.6, nan, 0.6], [0.9, nan, 0.9]))
-    s.distill(AVERAGE, TEACHERS)
-    assert s.log is not None
-    assert s.log["guard_chose"] == 1
-    assert s.log["guard_losses"] == pytest.approx([0.5, 0.45, 0.6, 0.9])
+    _, log = guarded(server(), losses([0.5, nan, 0.5], [0.6, nan, 0.3], [0.6, nan, 0.6], [0.9, nan, 0.9]))
+    assert log["guard_chose"] == 1
+    assert log["guard_losses"] == pytest.approx([0.5, 0.45, 0.6, 0.9])
 
 
 @pytest.mark.parametrize("judges", [0, 2])
 def test_no_judge_at_all_keeps_the_average(judges: int) -> None:
-    s = server(lambda c: torch.full((4, judges), math.nan, dtype=torch.float64))
-    assert_same_tensors(s.distill(AVERAGE, TEACHERS).params, AVERAGE.params)
-    assert s.log is not None
-    assert s.log["guard_losses"] == [None] * 4, "NaN has no place in a JSON file"
+    found, log = guarded(server(), lambda c: torch.full((4, judges), math.nan, dtype=torch.float64))
+    assert_same_tensors(found.params, AVERAGE.params)
+    assert log["guard_losses"] == [None] * 4, "NaN has no place in a JSON file"
 
 
 def test_a_candidate_that_is_not_finite_is_never_kept() -> None:
     """A student that diverged scores NaN at every judge: that must not silence the judges of the others."""
     nan = math.nan
-    s = server(losses([0.5, 0.5], [0.4, 0.4], [nan, nan], [nan, nan]))
-    s.distill(AVERAGE, TEACHERS)
-    assert s.log is not None
-    assert s.log["guard_chose"] == 1
+    _, log = guarded(server(), losses([0.5, 0.5], [0.4, 0.4], [nan, nan], [nan, nan]))
+    assert log["guard_chose"] == 1
 
 
 def test_a_student_that_diverged_is_not_broadcast_even_without_a_guard() -> None:
     """One NaN in w would stop every client of every later round."""
-    s = server(losses(), guard="none", lr=1e308, schedule="constant", steps=6)
-    found = s.distill(AVERAGE, TEACHERS)
+    found, log = guarded(server(guard="none", lr=1e308, schedule="constant", steps=6), None)
     assert all(t.isfinite().all() for t in found.tensors())
+    assert_same_tensors(found.params, AVERAGE.params)
+    assert log["diverged"] is True
 
 
-def test_without_a_guard_the_last_student_is_kept_and_nobody_is_asked() -> None:
-    def never(candidates: State) -> Tensor:
-        raise AssertionError("guard=none asks nobody")
-
-    s = server(never, guard="none")
-    found = s.distill(AVERAGE, TEACHERS)
+def test_without_a_guard_the_last_student_is_kept() -> None:
+    found, log = guarded(server(guard="none"), None)
     assert found.lanes == 1
     wanted = adam_by_hand(
         weights_of(AVERAGE)[0], [1.5, 0.0], [0.05 * (1 + math.cos(math.pi * r / 4)) / 2 for r in range(4)]
     )
     assert np.allclose(weights_of(found), wanted[-1:], rtol=0, atol=1e-12)
-    assert s.log is not None
-    assert "guard_chose" not in s.log
+    assert "guard_chose" not in log
 
 
 @pytest.mark.parametrize(("rounds", "round", "distils"), [(0, 99, True), (3, 2, True), (3, 3, False)])
 def test_distillation_stops_after_its_rounds(rounds: int, round: int, distils: bool) -> None:
-    s = server(lambda c: torch.zeros(4, 1), round=round, rounds=rounds)
+    s = server(round, rounds=rounds)
     assert (s.distill(AVERAGE, TEACHERS) is not AVERAGE) == distils
-    assert (s.log is not None) == distils
+    assert (s.candidates is not None) == distils
 
 
 def test_no_steps_is_no_distillation() -> None:
-    s = server(losses(), steps=0)
+    s = server(steps=0)
     assert s.distill(AVERAGE, TEACHERS) is AVERAGE
-    assert s.log is None
+    assert s.candidates is None
 
 
 # The guards of a real round.
-
-
-def judged(sim: Experiment, candidates: State) -> Tensor:
-    return sim._server(sim.trainer(sim.sampled(0))).score(candidates)
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +150,10 @@ def by_plain_module(sim: Experiment, candidates: State, index: np.ndarray) -> li
 
 def test_clients_judge_with_their_own_validation_data(sims: dict[str, Experiment]) -> None:
     sim = sims["clients"]
+    sim.gather()  # those who trained last are asked
     candidates = candidate_states(sim)
-    found = judged(sim, candidates)
+    found = sim.judge(candidates)
+    assert found is not None
     assert found.shape == (2, 2)
     for j, m in enumerate(sim.sampled(0)):
         wanted = by_plain_module(sim, candidates, sim.federation.clients[m].val)
@@ -170,7 +163,8 @@ def test_clients_judge_with_their_own_validation_data(sims: dict[str, Experiment
 def test_the_server_judges_with_its_own_validation_data(sims: dict[str, Experiment]) -> None:
     sim = sims["server"]
     candidates = candidate_states(sim)
-    found = judged(sim, candidates)
+    found = sim.judge(candidates)
+    assert found is not None
     assert found.shape == (2, 1)
     wanted = by_plain_module(sim, candidates, sim.federation.server_val)
     assert_close_norm(found[:, 0], torch.tensor(wanted, dtype=torch.float64), 1e-9)
@@ -199,6 +193,17 @@ def test_a_round_logs_what_its_guard_chose(guard: str) -> None:
     best = int(np.argmin(log["guard_losses"]))
     assert log["guard_chose"] == [0, 2, 4][best]
     assert sim.now.counters["accepted"] == int(best > 0)
+
+
+def test_without_a_guard_no_client_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: object) -> Tensor:
+        raise AssertionError("guard=none asks nobody")
+
+    sim = build(small(distill__guard="none"))
+    monkeypatch.setattr(type(sim.method), "client_score", never)
+    monkeypatch.setattr("perada.experiment.logits_on", never)
+    sim.round()
+    assert sim.now.counters["distilled"] == 1
 
 
 def test_a_refused_distillation_broadcasts_the_plain_average_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:

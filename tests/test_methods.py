@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import small
+from small import experiment, small
 
 from perada import load, train
 from perada.cli import main as cli
@@ -17,7 +17,7 @@ from perada.config import build, resolve
 from perada.data.batches import steps_of
 from perada.errors import InputError
 from perada.lanes import Gradient, State, gather
-from perada.methods import REGISTRY, Parts, check_upload, method_sizes
+from perada.methods import REGISTRY, Parts, check_upload, declared_upload, method_sizes
 from perada.methods.perada import PerAda
 from perada.models import group_sizes
 
@@ -27,9 +27,11 @@ def test_what_is_uploaded_is_what_is_declared(name: str) -> None:
     """Parameters and buffers counted on the upload itself, against the numbers `perada methods` prints."""
     sim = build(small(method__name=name))
     upload, _ = sim.method.client_update(sim.trainer([0, 1]), sim.now.broadcast, gather(sim.now.kept, [0, 1]))
-    shared = sim.method.parts.shared(sim.model.groups)
-    assert upload.params.keys() == shared.params
-    assert upload.buffers.keys() == shared.buffers
+    declared = declared_upload(sim.method, sim.model)
+    assert {n: (t.shape[1:], t.dtype) for n, t in upload.params.items()} == {
+        n: (t.shape[1:], t.dtype) for n, t in declared.params.items()
+    }
+    assert upload.buffers.keys() == declared.buffers.keys()
     sizes = method_sizes(name, "resnet8", 10)
     assert upload.parameters_per_lane() == sizes["communicated"]
     assert upload.bytes_per_lane() == 4 * (sizes["communicated"] + sizes["communicated_buffers"])
@@ -56,10 +58,10 @@ class Leaky(PerAda):
 
 
 def test_an_upload_of_what_is_withheld_stops_the_round() -> None:
-    sim = build(small())
-    sim.method = Leaky()
+    built = build(small())
+    sim = experiment(built.net, built.federation, built.config, Leaky(), adapter="residual", public=built.public.images)
     before = sim.now
-    with pytest.raises(ValueError, match=r"Leaky uploads what it does not declare shared: fc\.bias, fc\.weight"):
+    with pytest.raises(ValueError, match=r"Leaky uploads what it does not declare: fc\.bias, fc\.weight"):
         sim.round()
     assert sim.now is before
     head = sim.model.group("output")
@@ -79,7 +81,7 @@ def test_a_client_on_its_own_machine_does_what_it_does_in_the_simulation() -> No
     m = 2
     upload, kept = sim.method.client_update(sim.trainer([1, m]), sim.now.broadcast, gather(sim.now.kept, [1, m]))
     alone = dataclasses.replace(sim.federation, clients=(sim.federation.clients[m],))
-    site = Trainer(sim.model, alone, [0], 0, sim.config.run.seed, sim.config.train)
+    site = Trainer(sim.model, alone, [0], 0, sim.options.seed, sim.train)
     there, here = sim.method.client_update(site, sim.now.broadcast, gather(sim.now.kept, [m]))
     for a, b in ((upload, there), (kept, here)):
         for name in a.params:
@@ -122,7 +124,7 @@ def test_the_clients_own_images_are_no_public_data() -> None:
 
 
 def test_a_guard_without_a_judge_is_refused() -> None:
-    with pytest.raises(InputError, match=r"data\.val"):
+    with pytest.raises(InputError, match=r"DataOptions\.val"):
         build(small(data__val=0.0))
 
 

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same_tensors
-from small import everything, lanes_of, pixel_federation, pixel_model, pixels, small, weights_of
+from small import (
+    Pixel,
+    everything,
+    experiment,
+    lanes_of,
+    pixel_federation,
+    pixel_model,
+    pixels,
+    small,
+    weights_of,
+)
 
 from perada.client.trainer import Train, Trainer
 from perada.config import Config, build
@@ -93,14 +103,14 @@ def config(method: str = "perada-no-kd", **set: Any) -> Config:
         "distill__steps": 2,
         "distill__lr": ETA_G,
         "distill__guard": "none",
+        "run__precision": "fp64",
         **set,
     }
     return small(**settings)
 
 
 def simulation(config: Config) -> Experiment:
-    chunk = FEDERATION.prepare(pixels(255, 102), torch.float64)
-    return Experiment(config, FEDERATION, pixel_model(*START, power=2), config.make_method(), [chunk])
+    return experiment(Pixel(START, power=2), FEDERATION, config, public=pixels(255, 102))
 
 
 def close(found: list[list[float]], wanted: list[list[float]], tolerance: float = 1e-12) -> bool:
@@ -191,7 +201,7 @@ def test_the_server_takes_the_plain_mean_unless_asked_to_weigh() -> None:
     found = {}
     for weighting in ("uniform", "samples"):
         made = config(train__weighting=weighting, train__epochs=1)
-        sim = Experiment(made, unequal, pixel_model(*START, power=2), made.make_method(), [])
+        sim = experiment(Pixel(START, power=2), unequal, made)
         upload, _ = made.make_method().client_update(sim.trainer([0, 1]), sim.now.broadcast, sim.now.kept)
         sim.round()
         found[weighting] = weights_of(sim.now.server)
@@ -303,7 +313,8 @@ def with_few_samples(config: Config, sizes: list[int], val: bool) -> Experiment:
         held = clients[m].val if val else np.zeros(0, np.int64)
         clients[m] = dataclasses.replace(clients[m], train=clients[m].train[:size], val=held)
     federation = dataclasses.replace(sim.federation, clients=tuple(clients))
-    return Experiment(config, federation, sim.model, sim.method, sim.public)
+    public = getattr(sim.public, "images", None)
+    return experiment(sim.net, federation, config, adapter=sim.adapter, public=public)
 
 
 @pytest.mark.parametrize("method", ["perada", "fedavg", "standalone"])
@@ -317,7 +328,7 @@ def test_clients_with_one_sample_or_less_than_a_batch_train(method: str, batch: 
     assert [n for n, t in everything(sim).items() if not t.isfinite().all()] == []
     assert math.isfinite(sim.now.last["train_loss"])
     row = sim.evaluate()
-    assert all(0 <= v <= 100 for v in row["local_test"]["per_client"].values())
+    assert all(0 <= v <= 100 for v in row.scores["local_test"].per_client.values())
 
 
 def test_a_client_of_one_sample_alone_in_its_cohort_trains() -> None:

@@ -1,4 +1,4 @@
-"""The report: one page, whole, safe, the same bytes each time."""
+"""The report is one complete, safe page with the same bytes each time."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 
 from perada.client.scores import Scores
 from perada.config import resolve
+from perada.data import GIVEN, DataOptions
 from perada.data.federation import Client, Federation
 from perada.errors import InputError
 from perada.report import write_report
@@ -179,7 +180,7 @@ def test_hostile_names_are_text(tmp_path: Path, where: str) -> None:
         assert "&lt;script&gt;" in page
 
 
-def test_a_name_that_is_no_text_does_not_stop_it(tmp_path: Path) -> None:
+def test_a_name_with_bytes_that_are_not_text(tmp_path: Path) -> None:
     Reader(written(tmp_path, FakeRun(federation(classes=("0", "caf\udce9")))))
 
 
@@ -199,7 +200,7 @@ def test_unfinished(tmp_path: Path) -> None:
     assert "No round was evaluated yet" in text
 
 
-def test_summary_of_before_a_resume_is_not_taken_for_the_end() -> None:
+def test_an_old_summary_of_a_resumed_run_is_not_its_end() -> None:
     run: Any = FakeRun(federation())
     run.config = resolve("digits", {"train.rounds": 9})
     run.rows.append(replace(run.rows[-1], round=6))
@@ -305,3 +306,21 @@ def test_small_helpers() -> None:
     assert shorten("x" * 30, 10) == "x" * 9 + "…"
     assert length("北京") == 4
     assert shorten("short", 10) == "short"
+
+
+def test_a_run_made_from_objects_is_reported(tmp_path: Path) -> None:
+    """Unfinished and without its network, it has no numbers of parameters."""
+    import perada
+
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    own = replace(federation(), options=DataOptions(name=GIVEN))
+    train = perada.Train(rounds=1, cohort=2, epochs=1, batch=4)
+    experiment = perada.Experiment(net, own, perada.methods.FedAvg(), adapter=None, head="1", train=train)
+    path = experiment.run(tmp_path / "run").path
+    assert "26 of 26 parameters" in Reader((path / "report.html").read_text("utf8")).text
+    (path / "summary.json").unlink()
+    for given in ({}, {"model": net, "federation": own}):
+        write_report([perada.load(path, **given)], tmp_path / "report.html")
+        text = Reader((tmp_path / "report.html").read_text("utf8")).text
+        assert ("made with data from Python" in text) == (not given)
+        assert "fedavg unfinished: 1 of 1 rounds n/a n/a" in text

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from small import adapters, flags, plain, tree
 
 import perada
-from perada import experiment as simulate
 from perada.cli import main as cli
+from perada.config import build
 from perada.experiment import Experiment
 from perada.models.resnet import resnet
 from perada.runs.folder import at_work, locked
@@ -128,13 +128,13 @@ def test_two_runs_started_together_take_two_names(tmp_path: Path, monkeypatch: p
     settings = plain({"method__name": "perada-no-kd", "train__rounds": 1})
     others: list[Path] = []
 
-    def build(*words: Any, **more: Any) -> Experiment:
+    def slow_build(*words: Any, **more: Any) -> Experiment:
         with monkeypatch.context() as patch:
-            patch.setattr("perada.runs.train.build", simulate.prepare)
+            patch.setattr("perada.runs.train.build", build)
             others.append(perada.train("digits", set=settings).path)
-        return simulate.prepare(*words, **more)
+        return build(*words, **more)
 
-    monkeypatch.setattr("perada.runs.train.build", prepare)
+    monkeypatch.setattr("perada.runs.train.build", slow_build)
     assert str(perada.train("digits", set=settings).path) == "runs/digits-perada-no-kd-0-2"
     assert others == [Path("runs/digits-perada-no-kd-0")]
 

@@ -1,4 +1,4 @@
-"""The paper's tables from summaries that are made by hand: every mark, mean and character is known beforehand."""
+"""The paper's tables from summaries written by hand, so every mark, mean and character is known."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def summary(
     server: float | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """What a run of a method leaves in summary.json, as far as tables read it."""
+    """Returns the part of summary.json that tables read."""
     trained, sent = SIZES.get(method, (1, 1))
     return {
         "data": "digits",
@@ -85,7 +85,7 @@ def test_three_seeds_by_hand() -> None:
 
 
 def test_a_seed_without_a_value_leaves_none() -> None:
-    """A mean of the seeds that happen to have one would not compare with the others'."""
+    """A mean over fewer seeds would not compare with the other methods."""
     row = st.standings([summary("fedavg", 70.0), summary("fedavg", None)]).rows[0]
     assert row.personal["local_test"] is None
     assert row.personal["global_test"] is not None
@@ -132,7 +132,7 @@ def test_places_are_of_the_numbers_as_they_are_shown(values: list[float | None],
 
 @pytest.mark.parametrize("seed", range(5))
 def test_equal_text_has_equal_marks(seed: int) -> None:
-    """At two decimals exactly, halves too: what reads the same is marked the same."""
+    """Values that print the same two decimals have the same mark, also at exact halves."""
     draw = np.random.default_rng(seed)
     values = [float(v) for v in np.concatenate([draw.integers(0, 40, 60) * 0.005 + 33, 33 + draw.random(60) * 0.2])]
     marks: dict[str, set[str]] = {}
@@ -193,7 +193,7 @@ def test_latex() -> None:
 
 @pytest.mark.parametrize("data", ["digits", "my_50%_data"])
 def test_latex_compiles_in_principle(data: str) -> None:
-    """Outside comments: plain ASCII, nothing active unescaped, braces and environments in pairs, columns that agree."""
+    """Outside comments: ASCII only, special characters escaped, braces and environments in pairs, equal columns."""
     found = st.standings([summary(m, 50.0 + i, server=1.0, data=data) for i, m in enumerate(("ditto", "fedavg"))])
     lines = st.latex(found).splitlines()
     assert [line for line in lines[1:] if line.startswith("%")] == [], "the one comment is the first line"
@@ -239,7 +239,7 @@ def test_comma_separated_has_every_number_unrounded() -> None:
 
 
 def test_one_seed_has_no_deviation_over_seeds() -> None:
-    """Nor has it in a table where other methods have two."""
+    """That also holds in a table where other methods have two seeds."""
     one, *two = (summary(m, 70.0, server=s) for m, s in (("fedavg", 50.0), ("ditto", 50.0), ("ditto", 52.0)))
     found = st.standings([one, *two])
     rows = {m["name"]: m for m in st.as_json(found)["methods"]}
@@ -252,7 +252,7 @@ def test_one_seed_has_no_deviation_over_seeds() -> None:
 
 
 def test_one_row_has_no_marks_in_any_format() -> None:
-    """The best of one is no news; a fault in the code that counts would bolden it."""
+    """A single row has nothing to be compared with, so it must not be bold."""
     found = st.standings([summary("fedavg", 70.123, 50.5, std=1.0, server=50.5)])
     assert "| fedavg | 78,042 | 78,042 | 70.12 ± 1.00 | 50.50 ± 1.00 |" in st.markdown(found)
     assert "| fedavg | 50.50 |" in st.markdown(found), "one seed: nothing behind the global model's number"

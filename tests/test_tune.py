@@ -1,4 +1,4 @@
-"""`perada tune`: the paper's grids, judged by the clients' validation data and by nothing else."""
+"""`perada tune`: the paper's grids, judged only by the clients' validation data."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from small import SMALL, tree
 import perada
 from perada.cli import main as cli
 from perada.cli.watch import Watch
+from perada.client.scores import Scores
 from perada.config import parse_grid, resolve
 from perada.data import Federation, build_federation
 from perada.errors import InputError
 from perada.experiment import Experiment
+from perada.runs.rows import Evaluation
 from perada.sweep.tune import Search, tune
 
 # As in small.py, without the settings that are searched; validation data for scores that differ.
@@ -97,7 +99,7 @@ def test_the_choice_is_the_best_mean_on_local_validation_data(whole: Path, tmp_p
         assert resolve(str(whole / "tuned.toml"), {"method.name": method}) == config
 
 
-def test_of_equal_scores_the_first_is_chosen_and_none_is_passed_over(tmp_path: Path) -> None:
+def test_of_equal_scores_the_first_is_chosen_and_missing_scores_are_skipped(tmp_path: Path) -> None:
     search = Search(tmp_path)
     (tmp_path / "search.json").write_text(json.dumps({"methods": ["fedavg", "ditto", "mtl"]}))
     for method, lr, score in (
@@ -110,7 +112,7 @@ def test_of_equal_scores_the_first_is_chosen_and_none_is_passed_over(tmp_path: P
 
 
 def changed(part: str) -> Callable[..., Federation]:
-    """`build_federation` with every label of one part of the clients' data made wrong."""
+    """Returns a `build_federation` that makes every label of one part of the clients' data wrong."""
 
     def build(*args: Any) -> Federation:
         found = build_federation(*args)
@@ -135,8 +137,8 @@ def test_poisoned_test_labels_change_nothing_and_poisoned_validation_labels_do(
     assert all(found["local_val"] != wanted["local_val"] for found, wanted in pairs)
 
 
-def test_the_poison_is_poison(tmp_path: Path) -> None:
-    """The same run, tested with the true and the wrong labels: without this the test above could not fail."""
+def test_wrong_test_labels_do_change_test_scores(tmp_path: Path) -> None:
+    """The same run, tested with true and wrong labels: this shows that the test above can fail."""
     found = []
     for i, build in enumerate((build_federation, changed("test"))):
         federation = build(resolve("digits", TINY).data, torch.device("cpu"))
@@ -147,7 +149,7 @@ def test_the_poison_is_poison(tmp_path: Path) -> None:
 
 
 class Untouchable:
-    """In the place of test data: whatever is asked of it fails."""
+    """Stands in for test data; every use of it fails."""
 
     def refuse(self, *args: object, **kwargs: object) -> Any:
         raise AssertionError("test data were touched")
@@ -257,8 +259,8 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "no public images": (words("new", distill__data="none"), ["distillation needs public"]),
     "a folder below a file": (words("notes.txt/new"), ["notes.txt"]),
     "given and searched": (words("new", "--grid", "distill.steps=1,2"), ["distill.steps", "--set", "--grid"]),
-    "another split for one method": (words("new", source="split.toml"), ["[data]", "one split"]),
-    "a bad point at the end": (words("new", "--grid", "train.momentum=0,0.9", methods="pfedme"), ["pfedme"]),
+    "another split for one method": (words("new", source="split.toml"), ["data.seed", "one split"]),
+    "a bad point at the end": (words("new", "--grid", "train.momentum=0,0.9", methods="pfedme"), ["PFedMe"]),
     "resume with another setting": (words("whole", "--resume", train__clip=1), ["another train.clip"]),
     "resume with other methods": (words("whole", "--resume", methods="perada"), ["other methods"]),
     "resume with another source": (["tune", "split.toml", "--out", "whole", "--resume"], ["made from digits"]),
@@ -292,9 +294,9 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_written(
 
 
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rounds that are trained from now on."""
-    seen, real = [], Experiment.step
-    monkeypatch.setattr(Experiment, "step", lambda self: seen.append(self.now.round) or real(self))
+    """Returns a list that collects the rounds trained from now on."""
+    seen, real = [], Experiment.update
+    monkeypatch.setattr(Experiment, "update", lambda self, found: seen.append(self.now.round) or real(self, found))
     return seen
 
 
@@ -381,7 +383,7 @@ def test_every_method_is_searched_and_written_with_its_own_settings(
 
     def trained(home: Path, path: Path, config: Any, *rest: Any, **more: Any) -> Any:
         seen.append(config)
-        return {"local_val": {"mean": 1.0}}
+        return Evaluation(1, {"local_val": Scores({"client-00": 1.0})})
 
     monkeypatch.setattr("perada.sweep.tune.validated", trained)
     monkeypatch.setattr("perada.sweep.tune.shutil.rmtree", lambda path: None)
@@ -389,6 +391,15 @@ def test_every_method_is_searched_and_written_with_its_own_settings(
     written = resolve(str(tmp_path / "out" / "tuned.toml"), {"method.name": methods.split(",")[-1]})
     section, _, name = key.partition(".")  # of the last method
     assert [c.as_dict()[section][name] for c in (seen[-1], written)] == [wanted, wanted]
+
+
+def test_a_method_of_another_package_is_searched_and_its_choice_is_read_again(tmp_path: Path) -> None:
+    prox = "perada.methods.fedprox:FedProx"
+    grid = {"train.lr": [0.05], "method.mu": [0.5]}
+    found = tune("digits", methods=["fedavg", prox], set=TINY, grid=grid, out=tmp_path / "out")
+    assert list(found.best()) == ["fedavg", prox]
+    config = resolve(str(tmp_path / "out" / "tuned.toml"), {"method.name": prox})
+    assert (config.method["mu"], config.train.lr) == (0.5, 0.05)
 
 
 def test_a_grid_of_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

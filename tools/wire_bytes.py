@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from flower_demo import PERADA, SITES, orderly, running, split_digits
 
-BUSY_S = 140  # for so long a node looks for messages more often (wrapped.BUSY), and a little
+BUSY_S = 140  # for so long a node looks for messages more often (guards.BUSY), and a little
 IDLE_S = 60
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, RecordDict
 
-from flower.wire import SITES, MemoryGrid, World, make_world, run
+from flower.wire import SITES, MemoryGrid, World, make_world, opened, run
 from perada.flower.messages import flat, pack, unflat
 from perada.methods import method_sizes
 from perada.methods.perada import PerAda
@@ -102,7 +102,7 @@ def test_no_value_of_a_personal_part_is_in_a_message(audited: tuple[World, Memor
     moved = [n for n in flat(kept) if not flat(kept)[n].equal(first[n])]
     assert len(moved) > 20
     for name in moved:  # one planted value of a personal part would be found, whichever it is
-        planted = RecordDict({"state": pack(unflat({name: flat(kept)[name]}))})
+        planted = opened(RecordDict({"state": pack(unflat({name: flat(kept)[name]}))}))
         more = replace(grid, log=[*grid.log, ("up", "north", "train", 0, planted)])
         assert name in met(world, more, run_id)[1]
 

@@ -1,4 +1,4 @@
-"""Keys and certificates: what OpenSSL and Flower make of them, and that nothing is overwritten by accident."""
+"""Keys and certificates: OpenSSL and Flower accept them, and nothing is overwritten by accident."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_flower_reads_the_keys_and_they_belong_together(made: Path) -> None:
 
 
 def shake(folder: Path, ca: Path, host: str = "127.0.0.1") -> None:
-    """One TLS handshake with the folder's server certificate, checked as a site checks it."""
+    """Makes one TLS handshake with the folder's server certificate, checked as a site checks it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.crt", folder / "server.key")
     with socket.socket() as listener:
@@ -84,7 +84,7 @@ def shake(folder: Path, ca: Path, host: str = "127.0.0.1") -> None:
 def test_a_site_trusts_the_server_of_its_own_authority_only(made: Path, tmp_path: Path) -> None:
     shake(made, made / "ca.crt")
     certs.make(tmp_path / "other", ["127.0.0.1"], [])
-    with pytest.raises(InputError, match="refused: the certificate of 127"):
+    with pytest.raises(InputError, match="does not vouch for the certificate of 127"):
         shake(made, tmp_path / "other" / "ca.crt")
 
 
@@ -100,10 +100,9 @@ def test_a_certificate_for_another_name_is_refused(tmp_path: Path, monkeypatch: 
     ("words", "says"),
     [
         (["--server-name", "x", "--sites", "a"], "ca.crt exists"),
-        (["--add", "north"], "north.key exists"),
         (["--keys-only", "--sites", "north"], "north.key exists"),
         (["--renew", "west"], "no key of 'west'"),
-        (["--renew", "north", "--add", "west"], "choose one"),
+        (["--renew", "north", "--keys-only"], "choose one"),
     ],
 )
 def test_nothing_is_overwritten(made: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +118,7 @@ def test_nothing_is_overwritten(made: Path, words: list[str], says: str, capsys:
         (["--sites", "a"], "--server-name"),
         (["--server-name", "fl.example.org", "--sites", "a,a"], "named twice"),
         (["--server-name", "fl.example.org", "--sites", "a,A"], "named twice"),
-        (["--server-name", "fl.example.org", "--sites", "../a"], "site name '../a'"),
+        (["--server-name", "fl.example.org", "--sites", "../a"], "site name must be letters"),
         (["--server-name", "fl.example.org", "--sites", "a,Server"], "site name 'Server'"),
         (["--server-name", "https://fl.example.org", "--sites", "a"], "neither a host's name nor an address"),
     ],
@@ -157,7 +156,7 @@ def test_renewing_one_site_leaves_the_others(tmp_path: Path) -> None:
     new = {p.name: p.read_bytes() for p in (tmp_path / "sites").iterdir()}
     assert {n for n in old if new[n] != old[n]} == {"north.key", "north.pub"}
     assert new["north.pub.old"] == old["north.pub"]
-    assert set(certs.public_keys(tmp_path)) == {"north", "south"}  # the .old is nobody's
+    assert set(certs.read_keys(tmp_path)) == {"north", "south"}  # .old files do not count
 
 
 def test_a_site_may_make_its_own_key(tmp_path: Path) -> None:
@@ -165,7 +164,7 @@ def test_a_site_may_make_its_own_key(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.rglob("*") if p.is_file()} == {"north.key", "north.pub"}
 
 
-def test_nobody_there_is_not_a_refusal(made: Path) -> None:
+def test_no_answer_is_not_a_refusal(made: Path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -180,15 +179,15 @@ def test_without_sites_there_is_a_folder_for_their_keys(tmp_path: Path) -> None:
 
 
 def test_a_renewed_certificate_is_for_this_machine_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the old one was made before ::1 was among the names."""
+    """Also if the old one does not have these names."""
     with monkeypatch.context() as patch:
         patch.setattr(certs, "_alternatives", lambda names: [x509.DNSName("fl.example.org")])
         certs.make(tmp_path, ["fl.example.org"], [])
     certs.renew_server(tmp_path, [])
-    assert certs.names(tmp_path / "server.crt") == ["fl.example.org", "localhost", "127.0.0.1", "::1"]
+    assert certs.names_of(tmp_path / "server.crt") == ["fl.example.org", "localhost", "127.0.0.1", "::1"]
 
 
-def test_which_keys_may_be_let_in(tmp_path: Path) -> None:
+def test_which_keys_are_admitted(tmp_path: Path) -> None:
     certs.make(tmp_path, ["127.0.0.1"], ["a", "b", "c", "d"])
     keys = certs.read_keys(tmp_path)
     keys["b"] = keys["b"][:50]
@@ -199,8 +198,8 @@ def test_which_keys_may_be_let_in(tmp_path: Path) -> None:
     good, wrong = certs.good_keys(keys)
     assert good == {"a": keys["a"]}
     assert wrong == [
-        "b.pub cannot be read: b is not let in",
-        "e.pub is not an ECDSA key of a NIST curve: e is not let in",
-        "f.pub cannot be read: f is not let in",
-        "c and d have one and the same key: not let in",
+        "b.pub cannot be read: b is not admitted",
+        "e.pub is not an ECDSA key of a NIST curve: e is not admitted",
+        "f.pub cannot be read: f is not admitted",
+        "c and d have the same key: not admitted",
     ]

@@ -1,4 +1,4 @@
-"""What stands around Flower's processes: who may give commands, which apps a site takes, when nothing is encrypted."""
+"""The guards around Flower's processes: who may give commands, which apps are accepted, when encryption is required."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import pytest
 from perada.cli import main as cli
 from perada.errors import InputError
 from perada.flower.address import Address, check_plain, free_port
+from perada.flower.guards import COMPONENTS, LocalOnly, problem_of
 from perada.flower.processes import environment, marked
-from perada.flower.wrapped import COMPONENTS, LocalOnly, is_ours
 
 # Who may give commands.
 
 
 def ask(path: str, client: str | None, server: str = "10.0.0.1", ready: bool = True) -> int:
-    """The status that a request gets; 200 is what stands behind `LocalOnly`."""
+    """Returns the status of a request; 200 comes from behind `LocalOnly`."""
     found: list[int] = []
 
     async def behind(scope: Any, receive: Any, send: Any) -> None:
@@ -51,12 +51,12 @@ def test_other_machines_give_no_commands(path: str, client: str | None) -> None:
 
 
 @pytest.mark.parametrize("path", ["/docs", "/openapi.json", "/v1/fleet", "/v1/fleetx/pull-messages", "//v1/fleet/x"])
-def test_other_machines_see_nothing_else_either(path: str) -> None:
+def test_other_machines_see_no_other_page(path: str) -> None:
     assert ask(path, "10.0.0.7") == 403
 
 
 @pytest.mark.parametrize("client", ["127.0.0.1", "127.8.9.1", "::1", "::ffff:127.0.0.1", "10.0.0.1"])
-def test_this_machine_does(client: str) -> None:
+def test_this_machine_gives_commands(client: str) -> None:
     assert ask("/v1/control/start-run", client) == 200
 
 
@@ -65,7 +65,7 @@ def test_sites_reach_their_part_once_their_keys_are_known() -> None:
     assert ask("/v1/fleet/activate-node", "10.0.0.7", ready=False) == 503
 
 
-# Which apps a site takes.
+# Which apps are accepted.
 
 PROJECT = """
 [project]
@@ -84,8 +84,8 @@ def fab(files: dict[str, str]) -> bytes:
     return out.getvalue()
 
 
-def test_our_app_is_taken() -> None:
-    assert is_ours(fab({"pyproject.toml": PROJECT, ".info/CONTENT": ""})) is None
+def test_our_app_is_accepted() -> None:
+    assert problem_of(fab({"pyproject.toml": PROJECT, ".info/CONTENT": ""})) is None
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_our_app_is_taken() -> None:
         ({"pyproject.toml": "#" * 1_000_001}, "too large"),
     ],
 )
-def test_other_apps_are_not(files: dict[str, str], says: str) -> None:
-    assert says in (is_ours(fab(files)) or "taken")
+def test_other_apps_are_refused(files: dict[str, str], says: str) -> None:
+    assert says in (problem_of(fab(files)) or "taken")
 
 
 GUARDED = """
 import sys
 from flwr.superlink.servicer.control import control_handlers
-from perada.flower.wrapped import guard_apps
+from perada.flower.guards import guard_apps
 guard_apps()
 for path in sys.argv[1:]:
     try:
@@ -126,7 +126,7 @@ except Exception as error:
 
 
 def test_the_server_reads_no_app_but_ours(tmp_path: Path) -> None:
-    """In a process of its own: Flower's functions are replaced. tests/network starts a real one."""
+    """Runs in a process of its own, because Flower's functions are replaced. tests/network starts a real server."""
     whole = PROJECT.replace("[project]", '[project]\nname = "x"\nversion = "1.0.0"\nlicense = "MIT"')
     (tmp_path / "ours").write_bytes(fab({"pyproject.toml": whole + '[tool.flwr.app]\npublisher = "x"\n'}))
     (tmp_path / "other").write_bytes(fab({"pyproject.toml": PROJECT, "evil.py": "boom"}))
@@ -134,11 +134,11 @@ def test_the_server_reads_no_app_but_ours(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if not line.startswith("perada: ")]
     assert lines == ["read", "not PerAda's own app: it holds evil.py", "FlowerError"]
-    assert "perada: refused to fetch an app from Flower's hub" in done.stdout  # it was not asked in vain
+    assert "perada: refused to fetch an app from Flower's hub" in done.stdout
 
 
-def test_what_is_no_app_is_not() -> None:
-    assert is_ours(b"not a zip") == "it cannot be read"
+def test_other_bytes_are_not_an_app() -> None:
+    assert problem_of(b"not a zip") == "it cannot be read"
 
 
 def test_the_components_exist() -> None:
@@ -173,11 +173,11 @@ def test_bad_addresses(text: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "fl.example.org", "::"])
 def test_unencrypted_beyond_this_machine_must_be_asked_for_twice(host: str) -> None:
     with pytest.raises(InputError, match="--i-know-this-is-not-encrypted"):
-        check_plain(Address(host, 1), insecure=True, knows=False)
-    check_plain(Address(host, 1), insecure=True, knows=True)
-    check_plain(Address("127.0.0.1", 1), insecure=True, knows=False)
-    with pytest.raises(InputError, match="only with --insecure"):
-        check_plain(Address(host, 1), insecure=False, knows=True)
+        check_plain(Address(host, 1), insecure=True, confirmed=False)
+    check_plain(Address(host, 1), insecure=True, confirmed=True)
+    check_plain(Address("127.0.0.1", 1), insecure=True, confirmed=False)
+    with pytest.raises(InputError, match="needs --insecure"):
+        check_plain(Address(host, 1), insecure=False, confirmed=True)
 
 
 @pytest.fixture(scope="module")
@@ -195,12 +195,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["server", "gone"], "perada flower init"),
         (["server", "P", "--insecure", "--host", "0.0.0.0"], "--i-know-this-is-not-encrypted"),
         (["server", "P", "--insecure", "--host", "203.0.113.1", "--i-know-this-is-not-encrypted"], "cannot listen"),
-        (["server", "P", "--i-know-this-is-not-encrypted"], "--insecure"),
+        (["server", "P", "--i-know-this-is-not-encrypted"], "needs --insecure"),
         (["site", "--dir", "P"], "--name"),
         (["site", "--dir", "P", "--name", "a"], "--data"),
         (["site", "--dir", "P", "--name", "a", "--data", "gone"], "no data"),
         (["site", "--dir", "P", "--name", "a", "--data", "D"], "ca.crt"),
-        (["site", "--dir", "P", "--name", "../a", "--data", "D"], "site name"),
+        (["site", "--dir", "P", "--name", "../a", "--data", "D"], "name must be letters"),
         (["site", "--dir", "D", "--name", "a", "--data", "D"], "site.toml"),
         (["site", "--dir", "P", "--name", "a", "--data", "D", "--server", "fl.example.org", "--insecure"], "--i-know"),
         (["run", "P"], "no server runs"),
@@ -239,7 +239,9 @@ def test_flower_is_kept_off_the_network(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_without_flower_the_rest_works_and_one_line_says_what_to_install() -> None:
-    code = "import sys; sys.modules['flwr'] = None; from perada import cli; sys.exit(cli.main(sys.argv[1:]))"
+    code = (
+        "import sys; sys.modules['flwr'] = None; from perada.cli import main as cli; sys.exit(cli.main(sys.argv[1:]))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, "flower", "server", "x", "--port", "3"],
         capture_output=True,
@@ -259,9 +261,8 @@ time.sleep(60)
 """
 
 
-def test_a_child_is_stopped_with_all_it_started(tmp_path: Path) -> None:
-    """Also with a grandchild in a session of its own that does not listen; in a process of its own, which becomes the
-    parent of what others leave behind."""
+def test_a_child_is_stopped_with_everything_it_started(tmp_path: Path) -> None:
+    """The grandchild has its own session and ignores SIGTERM. This needs a process of its own, which adopts others."""
     script = f"""
 import os, sys, time
 from pathlib import Path
@@ -284,7 +285,7 @@ with processes.stoppable():
 SIGNS = """
 import itertools
 from flwr.supercore.heartbeat import HeartbeatSender
-from perada.flower.wrapped import guard_node
+from perada.flower.guards import guard_node
 guard_node(0.5)
 sender = HeartbeatSender(lambda: True)
 print(list(itertools.islice(sender._retry_invoker.wait_gen_factory(), 6)))
@@ -297,10 +298,10 @@ def test_a_site_is_soon_back_when_the_server_is() -> None:
     assert done.stdout == "[1, 2, 4, 5, 5, 5]\n"
 
 
-def test_a_service_ends_with_whoever_started_it(tmp_path: Path) -> None:
+def test_a_service_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """SIGKILL of the parent: the wrapper gets SIGTERM from the kernel."""
-    wrapper = f"import os, sys; sys.path.insert(0, {str(Path(cli.__file__).parent)!r}); import time; " + (
-        "from flower.wrapped import die_with_parent; die_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
+    wrapper = f"import os, sys; sys.path.insert(0, {str(Path(cli.__file__).parents[1])!r}); import time; " + (
+        "from flower.guards import die_with_parent; die_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
     )
     parent = (
         "import os, subprocess, sys, time; "
@@ -330,6 +331,6 @@ def _until(true: Any, seconds: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-def test_lines_for_people_are_marked() -> None:
+def test_lines_for_the_user_are_marked() -> None:
     assert marked("perada: hello") == "hello"
     assert marked("INFO : hello") is None

@@ -1,4 +1,4 @@
-"""`perada flower init`: what it writes can be read, built and run as it is."""
+"""`perada flower init`: its project can be read, built and run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from flwr.cli.build import build_fab_from_disk
 
 from perada.cli import main as cli
+from perada.flower.guards import problem_of
 from perada.flower.project import Project
 from perada.flower.settings import SiteSettings
-from perada.flower.wrapped import is_ours
 
 
 def test_a_project_is_ready_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,21 +42,21 @@ def test_what_is_asked_for_is_in_it(tmp_path: Path) -> None:
     assert settings.config.method == {"name": "ditto", "lam": 0.5} | settings.config.method
     assert settings.config.train.rounds == 3
     assert project.port() == 7000
-    assert "--server-name fl.example.org --sites a,b" in (project.folder / "certs.sh").read_text()
+    assert '--server-name fl.example.org "$@"' in (project.folder / "certs.sh").read_text()  # no keys of sites
 
 
-def test_a_backbone_that_nothing_was_trained_with_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_random_backbone_gets_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--preset", "folder", "--classes", "cat,dog", "--server", "fl.example.org"]
     assert cli.main(["flower", "init", str(tmp_path / "p"), *words]) == 0
     said = capsys.readouterr().err
-    assert f"perada flower certs {tmp_path / 'p' / 'certs'} --server-name fl.example.org, each site's own key" in said
+    assert f"{tmp_path / 'p' / 'certs.sh'}, each site's own key by perada flower certs certs --keys-only" in said
     assert '[model]\nweights = "random"  # better a pretrained file' in (tmp_path / "p" / "server.toml").read_text()
-    assert Project.open(tmp_path / "p").settings().untrained
+    assert Project.open(tmp_path / "p").settings().random_backbone
     for method in ("fedavg", "fedalt-adapter"):
         assert cli.main(["flower", "init", str(tmp_path / method), *words, "--method", method]) == 0
-        assert not Project.open(tmp_path / method).settings().untrained, "it trains all of it"
+        assert not Project.open(tmp_path / method).settings().random_backbone, "it trains all of it"
     assert cli.main(["flower", "init", str(tmp_path / "r")]) == 0
-    assert not Project.open(tmp_path / "r").settings().untrained, "the digits have weights"
+    assert not Project.open(tmp_path / "r").settings().random_backbone, "the digits have weights"
     assert f"next: {tmp_path / 'r' / 'certs.sh'}, then" in capsys.readouterr().err
 
 
@@ -71,10 +71,10 @@ def test_the_app_is_a_small_one_without_code(tmp_path: Path) -> None:
     assert cli.main(["flower", "init", str(tmp_path / "p"), "--name", "St. Mary's"]) == 2  # no name for a folder
     assert cli.main(["flower", "init", str(tmp_path / "p"), "--name", "st.mary_s"]) == 0
     (tmp_path / "p" / "certs").mkdir()
-    (tmp_path / "p" / "certs" / "secret.toml").write_text("")  # nothing beside app/ is taken along
+    (tmp_path / "p" / "certs" / "secret.toml").write_text("")  # the app has no file from outside app/
     fab = build_fab_from_disk(Project.open(tmp_path / "p").app)
     assert len(fab) < 2000
-    assert is_ours(fab) is None
+    assert problem_of(fab) is None
 
 
 def test_the_certificate_script_works(tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ def test_the_certificate_script_works(tmp_path: Path) -> None:
         (["--sites", ""], "site"),
         (["--sites", "a,a"], "twice"),
         (["--sites", "a,server"], "site name 'server'"),
-        (["--name", "flower"], "federation name 'flower'"),
-        (["--name", "Runs"], "federation name 'Runs'"),
+        (["--name", "flower"], "'flower' is the name of a folder"),
+        (["--name", "Runs"], "'Runs' is the name of a folder"),
         (["--server", "a:b:c"], "host:port"),
         (["--server", "host:99999"], "host:port"),
-        (["--set", "data.alpha=0.5"], "data.alpha has no meaning here"),
+        (["--set", "data.alpha=0.5"], "alpha has no meaning at a server"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +115,7 @@ def test_bad_input_is_one_line(tmp_path: Path, words: list[str], says: str, caps
     assert not (tmp_path / "p").exists()
 
 
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").write_text("precious")
     assert cli.main(["flower", "init", str(tmp_path)]) == 2
     assert "not empty" in capsys.readouterr().err
@@ -129,8 +129,7 @@ def test_the_site_file_names_how_much_scores_tell(tmp_path: Path) -> None:
     assert table.keys() - {"server"} <= {f.name for f in fields(SiteSettings)}
 
 
-def test_the_examples_that_the_documents_name_are_handed_out() -> None:
-    """docs/deploy.md and the Makefile point to examples/: it must be in the source distribution."""
+def test_the_examples_in_the_documents_are_in_the_source_distribution() -> None:
     root = Path(__file__).parents[2]
     targets = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
     assert "examples" in targets["sdist"]["include"]

@@ -1,4 +1,4 @@
-"""The services and what is typed beside them: which keys are let in, one of a kind, whose the files are, runs."""
+"""The services and the commands: which keys are admitted, one process per folder, private files, runs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import pytest
 
 from perada.cli import main as cli
 from perada.errors import InputError, RunError
-from perada.flower import certs, commands, control, launch
+from perada.flower import certs, collect, control, launch
 from perada.flower.address import free_port
 from perada.flower.control import Control
-from perada.flower.launch import Door
+from perada.flower.launch import Admission
 from perada.flower.project import Project
 from perada.flower.settings import ServerSettings
 from perada.runs import folder as runs
 from perada.runs.folder import locked
 
-# Which keys are let in.
+# Which keys are admitted.
 
 
 class Link(Control):
-    """A SuperLink that is a dictionary. It lists what was unregistered, as Flower's does."""
+    """A SuperLink that is a dictionary. Like Flower's, it still lists unregistered nodes."""
 
     registered: ClassVar[dict[str, dict[str, Any]]] = {}
 
@@ -45,7 +45,7 @@ class Link(Control):
         return {}
 
 
-def test_the_keys_in_the_folder_are_let_in_and_no_others(tmp_path: Path) -> None:
+def test_the_keys_in_the_folder_are_admitted_and_no_others(tmp_path: Path) -> None:
     Link.registered = {"7": {"node-id": "7", "status": "online"}}  # a stranger
     keys = {"a": b"0", "b": b"1"}
     link = Link(tmp_path)
@@ -67,8 +67,8 @@ def test_the_keys_in_the_folder_are_let_in_and_no_others(tmp_path: Path) -> None
     assert not (tmp_path / "key.pub").exists()
 
 
-def test_a_key_that_cannot_be_read_now_costs_its_site_nothing(tmp_path: Path) -> None:
-    """Flower never takes back a key that was unregistered: so what is being copied anew stays let in."""
+def test_a_site_whose_key_cannot_be_read_stays_admitted(tmp_path: Path) -> None:
+    """Flower never accepts an unregistered key again, so a key that is being copied stays admitted."""
     Link.registered, link = {}, Link(tmp_path)
     link.admit({"a": b"0", "b": b"1"})
     before = link.sites()
@@ -78,7 +78,7 @@ def test_a_key_that_cannot_be_read_now_costs_its_site_nothing(tmp_path: Path) ->
 
 
 class Used(Link):
-    """Has unregistered the key of a before."""
+    """A SuperLink that unregistered the key of a before."""
 
     def call(self, *words: str) -> dict[str, Any]:
         if words[1] == "register" and words[-1] == "a":
@@ -86,42 +86,42 @@ class Used(Link):
         return super().call(*words)
 
 
-def test_a_key_that_flower_does_not_take_back_keeps_nobody_else_out(tmp_path: Path) -> None:
+def test_a_key_that_flower_refuses_does_not_stop_the_others(tmp_path: Path) -> None:
     Link.registered, link = {}, Used(tmp_path)
     lines = link.admit({"a": b"0", "b": b"1"})
     assert list(link.sites().values()) == ["b"]
-    assert lines[0].startswith("warning: the key of a is not let in")
+    assert lines[0].startswith("warning: the key of a is not admitted")
     assert "--renew a" in lines[0]
 
 
 class Broken(Link):
-    """Does not register, until it is mended."""
+    """A SuperLink that does not register keys until it is fixed."""
 
-    mended: ClassVar[bool] = False
+    fixed: ClassVar[bool] = False
 
     def call(self, *words: str) -> dict[str, Any]:
-        if words[1] == "register" and not Broken.mended:
+        if words[1] == "register" and not Broken.fixed:
             raise RunError("flwr supernode: it has hiccups")
         return super().call(*words)
 
 
-def test_a_key_that_cannot_be_let_in_is_tried_again(tmp_path: Path) -> None:
-    """The server goes on meanwhile, says it once, and has the others right."""
-    Link.registered, Broken.mended = {}, False
+def test_a_key_that_cannot_be_registered_is_tried_again(tmp_path: Path) -> None:
+    """The server continues, and reports it once."""
+    Link.registered, Broken.fixed = {}, False
     certs.make(tmp_path / "certs", ["localhost"], ["a"])
     said: list[str] = []
-    door = Door(Broken(tmp_path), tmp_path / "certs", ("a",), said.append)
+    admission = Admission(Broken(tmp_path), tmp_path / "certs", ("a",), said.append)
     for _ in range(4):
-        door.look()
+        admission.update()
     assert len(said) == 1
     assert "hiccups" in said[0]
-    Broken.mended, file = True, tmp_path / "certs" / "sites" / "a.pub"
+    Broken.fixed, file = True, tmp_path / "certs" / "sites" / "a.pub"
     with pytest.MonkeyPatch.context() as patch:  # a SuperLink that is a dictionary takes numbers for keys
         patch.setattr(certs, "good_keys", lambda keys: (dict.fromkeys(keys, b"1"), []))
-        door.look()
-    assert said[1:] == ["the key of a is let in"]
+        admission.update()
+    assert said[1:] == ["the key of a is admitted"]
     assert file.is_file()
-    door.look()
+    admission.update()
     assert len(said) == 2
 
 
@@ -129,25 +129,25 @@ def test_a_half_copied_key_does_not_stop_the_server(tmp_path: Path) -> None:
     certs.make(tmp_path / "certs", ["localhost"], ["a", "b", "c"])
     sites = tmp_path / "certs" / "sites"
     (sites / "b.pub").write_bytes((sites / "b.pub").read_bytes()[:40])
-    (sites / "gone.pub").symlink_to(tmp_path / "nowhere")  # as a file that is taken away between two calls
+    (sites / "gone.pub").symlink_to(tmp_path / "nowhere")  # like a file that is removed between two calls
     admitted: list[tuple[set[str], list[str]]] = []
     said: list[str] = []
 
     class Counter(Control):
-        def admit(self, keys: Mapping[str, bytes], spared: Collection[str] = ()) -> list[str]:
-            admitted.append((set(keys), list(spared)))
+        def admit(self, keys: Mapping[str, bytes], keep: Collection[str] = ()) -> list[str]:
+            admitted.append((set(keys), list(keep)))
             return []
 
-    door = Door(Counter(tmp_path), tmp_path / "certs", ("a", "b", "c"), said.append)
-    door.look()  # has seen the files once: they may still be growing
+    admission = Admission(Counter(tmp_path), tmp_path / "certs", ("a", "b", "c"), said.append)
+    admission.update()  # has seen the files once: they may still be growing
     assert admitted == []
-    door.look()
+    admission.update()
     assert admitted == [({"a", "c"}, ["b"])]
-    assert said == ["warning: b.pub cannot be read: b is not let in"]
+    assert said == ["warning: b.pub cannot be read: b is not admitted"]
     certs.renew_site(tmp_path / "certs", "b")
-    door.look()
-    door.look()
-    door.look()
+    admission.update()
+    admission.update()
+    admission.update()
     assert admitted[1:] == [({"a", "b", "c"}, [])]
 
 
@@ -162,12 +162,12 @@ def test_a_flower_command_that_does_not_answer_is_given_up(tmp_path: Path, monke
         Control(tmp_path).complaint("1")
 
 
-# One of a kind, for its owner alone.
+# One process per folder, private files.
 
 
 @pytest.fixture
 def keyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with keys, where no service may come so far as to start anything."""
+    """A project with keys, in which no service may start anything."""
     for name in ("_serve", "_join"):
         monkeypatch.setattr(launch, name, lambda *words: pytest.fail("it started"))
     server = f"127.0.0.1:{free_port()}"
@@ -177,7 +177,7 @@ def keyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What stands in the one line that it is refused with."""
+    """Returns the one line that refuses a command."""
     capsys.readouterr()
     assert cli.main(["flower", *words]) == 2
     said = capsys.readouterr().err
@@ -203,10 +203,10 @@ def test_a_second_site_of_a_name_is_refused(keyed: Path, tmp_path: Path, capsys:
     assert (home / "site.toml").read_text() == "theirs"
 
 
-def test_a_federation_is_not_called_as_a_folder_beside_it(
+def test_a_federation_cannot_have_the_name_of_another_folder(
     keyed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`init` refuses such a name; whoever writes it into the files by hand is told, too."""
+    """`init` refuses such a name, and so does a service if the files are edited by hand."""
     (tmp_path / "data" / "0").mkdir(parents=True)
     for name, words in (
         ("server.toml", ["server", str(keyed)]),
@@ -214,18 +214,18 @@ def test_a_federation_is_not_called_as_a_folder_beside_it(
     ):
         file = keyed / name
         file.write_text(file.read_text().replace('"federation"', '"runs"'))
-        assert "federation name 'runs'" in refusal(words, capsys)
+        assert "'runs' is the name of a folder" in refusal(words, capsys)
 
 
 @pytest.mark.parametrize("command", ["server", "site"])
-def test_what_a_service_writes_is_for_its_owner_alone(
+def test_only_its_owner_can_read_what_a_service_writes(
     keyed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     def service(*words: object) -> None:
         (tmp_path / "written").touch()
 
-    monkeypatch.setattr(commands, "serve", service)
-    monkeypatch.setattr(commands, "join", service)
+    monkeypatch.setattr(launch, "_serve", service)
+    monkeypatch.setattr(launch, "_join", service)
     (tmp_path / "data" / "0").mkdir(parents=True)
     words = {
         "server": ["server", str(keyed)],
@@ -243,7 +243,7 @@ def test_what_a_service_writes_is_for_its_owner_alone(
 
 
 def test_a_host_that_the_certificate_is_not_for(keyed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The server would refuse itself: it says what to do instead."""
+    """The server's own commands would refuse it: the message says what to do instead."""
     said = refusal(["server", str(keyed), "--host", "127.0.0.2"], capsys)
     assert "not for 127.0.0.2" in said
     assert "--host 0.0.0.0" in said
@@ -274,7 +274,7 @@ def test_an_unknown_run_to_continue_from_is_refused_at_once(keyed: Path, capsys:
     assert "run-1" in said
 
 
-def test_the_line_to_go_on_with_is_complete(keyed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_that_continues_a_run_is_complete(keyed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flower_json(keyed, "run-1", RUNNING)
     lines: list[str] = []
 
@@ -284,32 +284,32 @@ def test_the_line_to_go_on_with_is_complete(keyed: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Control, "open", classmethod(lambda cls, home: cls(home)))
     monkeypatch.setattr(Control, "start", lambda *words: "1")
-    monkeypatch.setattr(commands.shelf, "follow", follow)
+    monkeypatch.setattr(collect, "follow", follow)
     assert cli.main(["flower", "run", str(keyed), "--name", "x", "--continue-from", "run-1"]) == 1
     assert lines == [f"perada flower run {keyed} --resume --name x --continue-from run-1"]
 
 
-def test_a_run_on_a_random_backbone_is_warned_of(
+def test_a_run_on_a_random_backbone_gets_a_warning(
     keyed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Control, "open", classmethod(lambda cls, home: cls(home)))
     monkeypatch.setattr(Control, "start", lambda *words: "1")
     for random in (False, True):
-        monkeypatch.setattr(ServerSettings, "untrained", random)
+        monkeypatch.setattr(ServerSettings, "random_backbone", random)
         assert cli.main(["flower", "run", str(keyed), "--detach"]) == 0
         assert ("warning: the frozen backbone is random" in capsys.readouterr().err) is random
 
 
-def test_a_run_that_failed_is_told_soon(keyed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower is asked at once where the run's file says so, and not when it is next due."""
+def test_a_failed_run_is_reported_soon(keyed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the run's file says so, Flower is asked at once."""
     folder = flower_json(keyed, "run-1", RUNNING.replace("running", "failed"))
     monkeypatch.setattr(Control, "open", classmethod(lambda cls, home: cls(home)))
     monkeypatch.setattr(Control, "run_status", lambda self, number: "finished:failed")
     monkeypatch.setattr(Control, "complaint", lambda self, number: "too few sites")
-    monkeypatch.setattr(commands.shelf, "ASK_S", 60.0)
+    monkeypatch.setattr(collect, "ASK_S", 60.0)
     began = time.monotonic()
     with pytest.raises(RunError, match=r"too few sites.*: again"):
-        commands.shelf.follow(Control(keyed), "1", commands.shelf.Follower(folder, print), "again")
+        collect.follow(Control(keyed), "1", collect.Follower(folder, print), "again")
     assert time.monotonic() - began < 30
 
 
@@ -324,20 +324,20 @@ def test_status_of_a_damaged_run(keyed: Path, text: str, capsys: pytest.CaptureF
     assert "run-2: stopped, round 2 of 9" in said
 
 
-def test_two_who_look_do_not_take_each_other_for_a_server(keyed: Path) -> None:
+def test_two_looks_do_not_take_each_other_for_a_server(keyed: Path) -> None:
     folder = flower_json(keyed, "run-1", RUNNING)
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH)
-        assert commands.shelf.runs(Project.open(keyed))["run-1"]["status"] == "stopped"
+        assert collect.runs(Project.open(keyed))["run-1"]["status"] == "stopped"
     finally:
         os.close(handle)
     with locked(folder):
-        assert commands.shelf.runs(Project.open(keyed))["run-1"]["status"] == "running"
+        assert collect.runs(Project.open(keyed))["run-1"]["status"] == "running"
 
 
-def test_a_look_at_a_run_is_in_nobodys_way(keyed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`status` holds the run's lock for a moment; a server that begins then waits for it, but for no other server."""
+def test_a_look_at_a_run_does_not_stop_a_server(keyed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`status` locks the run for a moment. A server that starts then waits for it, but not for another server."""
     folder = flower_json(keyed, "run-1", RUNNING)
     monkeypatch.setattr(runs, "LOOK_S", 60.0)
     handle = os.open(folder, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""server.toml, site.toml and the plan: one line for whatever is wrong."""
+"""server.toml, site.toml and the plan: every mistake is one line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from flower.wire import make_world
 from perada.errors import InputError
-from perada.flower.holdings import public_test, site_federation
 from perada.flower.settings import Plan, ServerSettings, SiteSettings
+from perada.flower.site_data import public_test, site_federation
 
 SERVER = '[federation]\nname = "chest"\nsites = ["b", "a"]\nclasses = ["no", "yes"]\n'
 SITE = '[site]\nfederation = "chest"\nname = "north"\ndata = "images"\n'
@@ -27,7 +27,7 @@ def site(tmp_path: Path, text: str) -> SiteSettings:
     return SiteSettings.read(tmp_path / "site.toml")
 
 
-def test_sites_are_sorted_and_paths_are_the_files_neighbours(tmp_path: Path) -> None:
+def test_sites_are_sorted_and_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     found = server(tmp_path, SERVER + '[model]\nweights = "w.pth"\n[distill]\ndata = "public"\n')
     assert found.federation.sites == ("a", "b")
     assert found.runs() == tmp_path / "state" / "runs"
@@ -43,7 +43,7 @@ def test_sites_are_sorted_and_paths_are_the_files_neighbours(tmp_path: Path) -> 
         ("x = [", "not valid TOML"),
         ("", r"\[federation\] needs name"),
         ('[federation]\nname = "a/b"\nsites = ["a"]\nclasses = ["x", "y"]\n', "name must be letters"),
-        ('[federation]\nname = "a"\nsites = ["a", "a"]\nclasses = ["x", "y"]\n', "'a' stands there twice"),
+        ('[federation]\nname = "a"\nsites = ["a", "a"]\nclasses = ["x", "y"]\n', "'a' is there twice"),
         ('[federation]\nname = "a"\nsites = []\nclasses = ["x", "y"]\n', "at least one site"),
         ('[federation]\nname = "a"\nsites = ["../x"]\nclasses = ["x", "y"]\n', "sites must be letters"),
         ('[federation]\nname = "a"\nsites = ["a"]\nclasses = ["x"]\n', "at least two"),
@@ -51,11 +51,11 @@ def test_sites_are_sorted_and_paths_are_the_files_neighbours(tmp_path: Path) -> 
         (SERVER + "[rounds]\nmin_site = 2\n", r"unknown key 'rounds\.min_site': did you mean 'rounds\.min_sites'"),
         (SERVER + "[rounds]\ndeadline_s = 0\n", "deadline_s must be above 0"),
         (SERVER + '[rounds]\ndeadline_s = "soon"\n', "deadline_s must be a number"),
-        (SERVER + "[train]\ncohort = 3\n", r"train\.cohort=3 but there are 2 sites"),
-        (SERVER + '[model]\nweights = "fedavg"\n', "fedavg is a simulation's"),
-        (SERVER + '[data]\nroot = "/x"\n', r"data\.root has no meaning here"),
+        (SERVER + "[train]\ncohort = 3\n", r"Train\.cohort=3 but there are 2 sites"),
+        (SERVER + '[model]\nweights = "fedavg"\n', "ModelOptions.weights=fedavg works in simulations only"),
+        (SERVER + '[data]\nroot = "/x"\n', r"DataOptions\.root has no meaning at a server"),
         (SERVER + '[distill]\nguard = "server"\n', "needs labelled data at the server"),
-        (SERVER + '[distill]\ndata = "validation"\n', "distill.data=validation has no meaning here"),
+        (SERVER + '[distill]\ndata = "validation"\n', "Distill.data=validation has no meaning at a server"),
         (SERVER + "[trian]\nlr = 1\n", "unknown section 'trian'"),
         ('preset = "chset"\n' + SERVER, "unknown preset 'chset'"),
     ],
@@ -83,7 +83,7 @@ def test_a_bad_site_toml_is_one_line(tmp_path: Path, text: str, line: str) -> No
         SiteSettings.read(tmp_path / "none.toml")
 
 
-def test_a_plan_survives_its_journey_and_tells_nothing_of_the_server(tmp_path: Path) -> None:
+def test_a_plan_is_read_as_it_was_written_and_names_no_path_of_the_server(tmp_path: Path) -> None:
     found = server(tmp_path, SERVER + '[model]\nweights = "w.pth"\n[distill]\ndata = "public"\n[run]\ndevice = "cpu"\n')
     plan = Plan.of(found, "ab" * 32)
     assert Plan.parse(plan.text()) == plan
@@ -117,9 +117,9 @@ def test_data_of_several_sites_give_the_site_its_own(tmp_path: Path) -> None:
     found = site_federation(shared, plan, torch.device("cpu"))
     assert found.images.equal(alone.images)
     assert (found.clients[0].train == alone.clients[0].train).all()
-    with pytest.raises(InputError, match="nothing of site 'south' in it: it has east, north, west"):
+    with pytest.raises(InputError, match="no sample of site 'south': it has east, north, west"):
         site_federation(replace(shared, name="south"), plan, torch.device("cpu"))
     with pytest.raises(InputError, match=r"images are \(1, 8, 8\), the federation's \(3, 8, 8\)"):
         site_federation(shared, replace(plan, channels=3), torch.device("cpu"))
-    with pytest.raises(InputError, match="class '9' is none of the federation's"):
+    with pytest.raises(InputError, match="class '9' is not one of the federation's"):
         site_federation(shared, replace(plan, classes=tuple("012345678")), torch.device("cpu"))

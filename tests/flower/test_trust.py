@@ -15,10 +15,10 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from small import adapters, tree
 
 from flower.test_faults import events, without_clock
-from flower.wire import SITES, MemoryGrid, World, make_world, run
+from flower.wire import SITES, MemoryGrid, World, closed, make_world, run
 from perada.errors import InputError, RunError
 from perada.flower import app
-from perada.flower.belief import LEAST_S, Clock, guard_losses, mean_loss, sample_count
+from perada.flower.checks import MIN_WAIT_S, Clock, guard_losses, mean_loss, sample_count
 from perada.flower.client import handle
 from perada.flower.messages import Refused, read_about, read_reply
 from perada.flower.settings import MAX_ROUND, Plan
@@ -37,7 +37,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, MemoryGrid]:
 def request_of(grid: MemoryGrid, kind: str, **words: Any) -> RecordDict:
     """What east was asked, with other words."""
     content = next(c for d, s, k, _, c in grid.log if (d, s, k) == ("down", "east", kind))
-    return RecordDict({**content, "about": ConfigRecord({**content["about"], **words})})
+    return closed(RecordDict({**content, "about": ConfigRecord({**content["about"], **words})}))
 
 
 OUTSIDE = [
@@ -111,7 +111,7 @@ def test_a_plan_names_no_module_to_import(key: str, name: str, asked: tuple[Worl
 
 @pytest.mark.parametrize("backbone", ["", "/../../../away", "AB" * 32, "ab" * 32 + "\n"])
 def test_a_plans_backbone_is_a_digest(backbone: str, asked: tuple[World, MemoryGrid]) -> None:
-    with pytest.raises(InputError, match="backbone is no sha256"):
+    with pytest.raises(InputError, match="backbone is not a sha256"):
         Plan.parse(Plan.of(asked[0].settings, backbone).text())
 
 
@@ -172,7 +172,7 @@ def test_waiting_for_sites_is_part_of_the_round(tmp_path: Path) -> None:
 
 def test_a_clock_leaves_something_to_whoever_comes_last() -> None:
     assert Clock.start(1000.0).left(0.2) == pytest.approx(800, abs=1)
-    assert Clock(1000.0, time.monotonic() - 5).left() == LEAST_S
+    assert Clock(1000.0, time.monotonic() - 5).left() == MIN_WAIT_S
     assert Clock(1.0, time.monotonic() - 5).left() == 0.25
 
 

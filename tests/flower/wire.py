@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Context, Message, RecordDict
+import torch
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from small import SMALL
 
 from perada.config import Config, toml_value
 from perada.data.digits import digits
 from perada.flower import app
-from perada.flower.bundle import bundle, unbundle
 from perada.flower.client import Site
-from perada.flower.messages import read_about
+from perada.flower.messages import FORMAT, STATE, read_about
 from perada.flower.settings import ServerSettings
 
 TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1  # what Flower's own processes set
@@ -90,6 +92,32 @@ def write_server(home: Path, limits: Mapping[str, Any] | None = None, **set: Any
     return ServerSettings.read(home / "server.toml")
 
 
+def opened(content: RecordDict) -> RecordDict:
+    """Returns a message with its state as named arrays, for tests to look at and to change."""
+    if "state" not in content:
+        return content
+    try:
+        tensors = load(content["state"][STATE].data)
+    except SafetensorError:  # a test made it so
+        return content
+    return RecordDict({**content, "state": ArrayRecord({n: Array(t.numpy()) for n, t in tensors.items()})})
+
+
+def closed(content: RecordDict) -> RecordDict:
+    """Reverses `opened`."""
+    if "state" not in content or set(content["state"]) == {STATE}:
+        return content
+    return RecordDict({**content, "state": packed({n: a.numpy() for n, a in content["state"].items()})})
+
+
+def packed(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
+    return raw(save({n: torch.from_numpy(np.ascontiguousarray(a)) for n, a in arrays.items()}))
+
+
+def raw(data: bytes) -> ArrayRecord:
+    return ArrayRecord({STATE: Array("uint8", (len(data),), FORMAT, data)})
+
+
 def through_flower(message: Message) -> tuple[Message, dict[str, bytes]]:
     """A message as it is after the wire, and the bytes of every object of it that crossed."""
     message.metadata.__dict__["_message_id"] = message.object_id
@@ -134,20 +162,20 @@ class MemoryGrid(Grid):
             ids.append(received.metadata.message_id)
             site = self.nodes[message.metadata.dst_node_id]
             about = read_about(received.content)
-            self.log.append(("down", site, about.kind, about.round, unbundle(received.content)))
+            self.log.append(("down", site, about.kind, about.round, opened(received.content)))
             self.bytes.append(("down", contents))
             file = str(self.world.home / site / "site.toml")
             context = Context(1, message.metadata.dst_node_id, {"site": file}, RecordDict(), {})
             reply = app.client_app(received, context)
             if reply.has_content():
-                reply.content = unbundle(reply.content)
+                reply.content = opened(reply.content)
             meddled = self.meddle(site, about.kind, about.round, reply)
             if meddled is not None:
                 if meddled.has_content():
-                    meddled.content = bundle(meddled.content)
+                    meddled.content = closed(meddled.content)
                 back, contents = through_flower(meddled)
                 if back.has_content():
-                    self.log.append(("up", site, about.kind, about.round, unbundle(back.content)))
+                    self.log.append(("up", site, about.kind, about.round, opened(back.content)))
                     self.bytes.append(("up", contents))
                 self.ready[received.metadata.message_id] = back
         return ids

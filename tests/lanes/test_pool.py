@@ -175,12 +175,14 @@ def test_runs_of_a_comparison_in_one_pool(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / "shared" / "plan" / f"{name}.toml").write_bytes(
             (tmp_path / "alone" / "plan" / f"{name}.toml").read_bytes()
         )
-    left = [n for n in shared.names if not shared.finished(n)]
-    assert len(left) == 2
-    done: list[str] = []
-    train = _trainer(shared, {}, alone.runs[0].federation)
-    share_lanes(left, 2, lambda name, pool: train(name, lambda progress: None, print, pool), done.append)
-    assert sorted(done) == sorted(left)
+    assert len(shared.finished()) == 2
+    monkeypatch.setattr(workers, "shares", lambda device: True)
+    seen: list[tuple[int, int, str]] = []
+    compare(out=tmp_path / "shared", resume=True, jobs=2, on_run=lambda *at: seen.append(at))
+    assert (seen[0], seen[-1]) == ((2, 4, "perada-no-kd-1"), (4, 4, "done"))
+    assert {f"{name} and others, round 2 of 2" for name in ("perada-no-kd-1", "standalone-1")} <= {
+        s for _, _, s in seen
+    }
     for name in alone.names:
         a, b = ({k: r.summary[k] for k in ("local_test", "global_test", "bytes_up")} for r in (
             next(r for r in c.runs if r.path.name == name) for c in (alone, shared)))  # fmt: skip

@@ -246,6 +246,30 @@ def feddyn(world: World, alpha: float = 0.1) -> Reference:
         yield Held(w, [dict(x) for x in g], [w], server)
 
 
+def scaffold(world: World, server_lr: float = 1.0) -> Reference:
+    """Karimireddy et al., Algorithm 1 with option II: x and c at the server, c_i at client i.
+
+    Where the mean of the models is weighted, that of the control variates is not. Statistics have no control variate.
+    """
+    x, clients = world.start(), len(world.clients)
+    weights = [n for n in x if not is_statistic(n)]
+    c = {n: torch.zeros_like(x[n]) for n in weights}
+    own = [dict(c) for _ in range(clients)]
+    for round in count():
+        cohort, y, change = world.cohort(round), {}, {}
+        for i in cohort:
+            data = world.data(round, i)
+            y[i] = world.sgd(x, data, extra=lambda n, p, own_c=own[i], c=c: c[n] - own_c[n])
+            new = {n: own[i][n] - c[n] + (x[n] - y[i][n]) / (len(data) * world.lr) for n in weights}
+            change[i] = {n: new[n] - own[i][n] for n in weights}
+            own[i] = new
+        mean_y = world.mean([y[i] for i in cohort], cohort)
+        x = {n: t if is_statistic(n) else x[n] + server_lr * (t - x[n]) for n, t in mean_y.items()}
+        c = {n: c[n] + sum(change[i][n] for i in cohort) / clients for n in weights}
+        both = {**x, **{f"c/{n}": t for n, t in c.items()}}
+        yield Held(both, [dict(one) for one in own], [x], both)
+
+
 # A whole model for each client.
 
 

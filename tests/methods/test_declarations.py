@@ -20,14 +20,13 @@ from torch import Tensor
 
 import perada
 import perada.methods
-from perada import adapt
 from perada.cli import main as cli
 from perada.client.scores import logits_on
 from perada.client.trainer import Train, Trainer
 from perada.config import build
 from perada.data import Client, Federation
 from perada.errors import InputError
-from perada.experiment import Experiment
+from perada.experiment import Experiment, RunOptions, lanes_of
 from perada.lanes import State, gather
 from perada.methods import REGISTRY, method_sizes
 from perada.methods.fedavg_ft import FedAvgFT
@@ -62,6 +61,7 @@ TABLE: dict[str, tuple[float, float, int, int]] = {
     "fedprox": (11.18, 11.18, FULL, 9_600),
     "feddyn": (11.18, 11.18, FULL, 9_600),
     "feddf": (11.18, 11.18, FULL, 9_600),
+    "scaffold": (11.18, 22.36, 2 * FULL, 9_600),  # the model and its control variate, which has no statistics
 }
 TRAINED = {11.18: FULL, 22.36: 2 * FULL, 2.82: 2 * 1_413_258, 12.59: FULL + ADDED}
 
@@ -69,7 +69,7 @@ TRAINED = {11.18: FULL, 22.36: 2 * FULL, 2.82: 2 * 1_413_258, 12.59: FULL + ADDE
 def test_methods_prints_the_names_and_the_papers_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["methods", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert len(printed) == 21
+    assert len(printed) == 22
     found = {row["name"]: row for row in printed}
     assert found.keys() == TABLE.keys()
     for name, (trained, sent, exactly, buffers) in TABLE.items():
@@ -97,7 +97,7 @@ def test_an_upload_of_a_real_resnet18_has_the_declared_size(name: str) -> None:
     names = tuple("abcdefghij")
     federation = Federation("noise", images, torch.tensor([3, 7]), names, (client,), (0.5,), (0.25,))
     method = REGISTRY[name]()
-    model = adapt(resnet18(), adapter="residual" if method.parts.adapters else None, trained=method.parts.trains)
+    model = lanes_of(resnet18(), method, "residual", None, RunOptions(device="cpu", precision="fp32"))
     _, broadcast, kept = method.init(model)
     trainer = Trainer(model, federation, [0], 0, 0, Train(epochs=1, batch=2, lr=0.01))
     upload, _ = method.client_update(trainer, broadcast, kept)
@@ -126,13 +126,16 @@ def secrets_of(name: str, kept: State) -> dict[str, Tensor]:
     return {n: t for n, t in found.items() if not (name == "apfl" and n.startswith("w/"))}
 
 
-KEEP = [n for n in REGISTRY if n not in ("fedavg", "fedprox", "feddf", "fedavg-ft", "mtl")]
+KEEP = [n for n in REGISTRY if n not in ("fedavg", "fedprox", "feddf", "fedavg-ft", "mtl", "scaffold")]
 
 
 @pytest.mark.parametrize("name", KEEP)
 def test_nothing_a_client_keeps_is_in_its_upload(name: str) -> None:
-    """Neither the memory nor, byte for byte, a tensor of any client's, under whatever name. (mtl sends its
-    personal models, by definition; those left out here keep nothing.)"""
+    """Neither the memory nor, byte for byte, a tensor of any client's, under whatever name.
+
+    mtl sends its personal models, by definition. scaffold sends every change of its control variate, which starts at
+    zero. The other methods that are left out keep nothing.
+    """
     sim = build(small(method__name=name, train__cohort=3, distill__steps=0, **FAST))
     sim.round()
     clients = sim.sampled(0)
@@ -185,7 +188,7 @@ def test_no_two_methods_do_the_same() -> None:
         logits[name] = found.expand(4, *found.shape[1:])
         broadcast[name] = sim.now.broadcast
         assert logits[name].isfinite().all()
-    assert len(logits) == 21
+    assert len(logits) == 22
     same = [(a, b) for a, b in itertools.combinations(REGISTRY, 2) if (logits[a] - logits[b]).abs().max() < 1e-8]
     assert same == []
     wanted = {frozenset(pair) for pair in itertools.combinations(["fedavg", *GLOBAL_AS_FEDAVG], 2)}
@@ -226,7 +229,7 @@ def test_every_method_file_is_in_the_registry() -> None:
     made = {type(make()).__module__.rpartition(".")[2] for make in REGISTRY.values()}
     assert made == {f.stem for f in METHODS}
     kinds = {type(make()) for make in REGISTRY.values()}
-    assert len(kinds) == len(METHODS) == 16
+    assert len(kinds) == len(METHODS) == 17
     assert all(kind.__mro__ == (kind, object) for kind in kinds)
 
 
@@ -236,11 +239,11 @@ def test_every_method_file_is_in_the_registry() -> None:
 @pytest.mark.parametrize("name", REGISTRY)
 def test_momentum_is_refused_where_a_method_has_a_step_of_its_own(name: str) -> None:
     config = small(method__name=name, train__momentum=0.9, distill__steps=0)
-    if name in ("pfedme", "apfl"):
-        with pytest.raises(InputError, match=r"train\.momentum=0"):
+    if name in ("pfedme", "apfl", "scaffold"):
+        with pytest.raises(InputError, match=r"set Train\.momentum to 0"):
             build(config)
     else:
-        assert build(config).config.train.momentum == 0.9
+        assert build(config).train.momentum == 0.9
 
 
 BAD = [
@@ -263,6 +266,7 @@ BAD = [
     ("fedsim-output", "own", "input"),
     ("perada-no-kd", "distils", "true"),
     ("fedsim-output", "personal_lr", "0.1"),  # trained at once: there is one rate
+    ("scaffold", "server_lr", "-1"),
     ("fedavg", "lam", "1"),
     ("standalone", "mu", "1"),
 ]
@@ -342,10 +346,10 @@ def interrupt_in(name: str) -> Callable[..., Any]:
     """`Experiment.name` that stops the run when it is called after the last round."""
     plain = getattr(Experiment, name)
 
-    def stop(self: Experiment, *args: Any) -> Any:
+    def stop(self: Experiment, *args: Any, **kwargs: Any) -> Any:
         if self.now.round == 2:
             raise KeyboardInterrupt
-        return plain(self, *args)
+        return plain(self, *args, **kwargs)
 
     return stop
 
@@ -394,6 +398,6 @@ def test_more_rounds_after_fine_tuning_go_on_from_w_and_fine_tune_again(
 def test_who_has_a_global_model() -> None:
     """Those of the paper's Table 2, and FedAvg+FT, which is FedAvg until its end. MTL's mean is a centre, no model that
     was trained; who shares a part of a model has none."""
-    found = {name for name in REGISTRY if simulation(name).has_global_model}
-    generic = {"fedavg", "fedprox", "feddyn", "feddf"}
+    found = {name for name in REGISTRY if simulation(name).global_model is not None}
+    generic = {"fedavg", "fedprox", "feddyn", "feddf", "scaffold"}
     assert found == generic | {"fedavg-ft", "pfedme", "apfl", "ditto", "perada", "perada-no-kd"}

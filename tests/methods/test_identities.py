@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_close_norm, assert_same_tensors
-from small import pixel_federation, pixel_model, small, weights_of
+from small import Pixel, experiment, pixel_federation, small, weights_of
 from torch import Tensor, nn
 
 import perada
@@ -83,14 +83,19 @@ Told = Callable[[Method], Log]
 
 @pytest.fixture(scope="module")
 def ready() -> Experiment:
-    """Data and full model; methods are put into simulations of their own."""
+    """Data and network; every method gets an experiment of its own."""
     return build(small(method__name="fedavg", **SETTINGS))
 
 
 @pytest.fixture(scope="module")
 def told(ready: Experiment) -> Told:
     """Three rounds of a method, remembered: the oracles are asked for often."""
-    return lru_cache(lambda method: recorded(Experiment(ready.config, ready.federation, ready.model, method, [])))
+    return lru_cache(lambda method: recorded(of(ready, method)))
+
+
+def of(ready: Experiment, method: Method, net: nn.Module | None = None) -> Experiment:
+    """The same data, network and settings with another method, or another network too."""
+    return experiment(net or ready.net, ready.federation, ready.config, method)
 
 
 def recorded(sim: Experiment) -> Log:
@@ -198,7 +203,7 @@ def test_pfedmes_beta_is_the_share_of_the_mean(ready: Experiment) -> None:
     """After one round from the same w: w(β) − w = β (w(1) − w), beyond 1 too."""
     found = {}
     for beta in (1.0, 0.25, 1.5):
-        sim = Experiment(ready.config, ready.federation, ready.model, PFedMe(inner_steps=1, beta=beta), [])
+        sim = of(ready, PFedMe(inner_steps=1, beta=beta))
         start = sim.now.broadcast.params
         sim.round()
         found[beta] = sim.now.broadcast.params
@@ -235,7 +240,7 @@ def test_fedbn_without_batch_norms_is_fedavg(ready: Experiment) -> None:
     plain = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(36, 10))
     model = perada.adapt(plain, adapter=None, trained="full").to("cpu", torch.float64)
     assert model.group("batch_norm").params == model.group("batch_norm").buffers == frozenset()
-    runs = [recorded(Experiment(ready.config, ready.federation, model, m, [])) for m in (FedBN(), FedAvg())]
+    runs = [recorded(of(ready, m, plain)) for m in (FedBN(), FedAvg())]
     for r in range(ROUNDS):
         assert_close_states(runs[0].uploads[r], runs[1].uploads[r])
         assert_close_states(runs[0].personal[r], runs[1].personal[r])
@@ -258,11 +263,9 @@ def test_perada_that_does_not_distil_is_perada_without_kd() -> None:
     assert gap(distilled.broadcasts[-1], wanted.broadcasts[-1]) > 1e-6
 
 
-def test_fine_tuning_at_the_end_is_torchs_own_sgd_from_w(told: Told) -> None:
+def test_fine_tuning_at_the_end_is_torchs_own_sgd_from_w(ready: Experiment, told: Told) -> None:
     """Every client, sampled or not, on a plain network with torch's batch norm and optimiser."""
-    ready = told(FedAvg()).sim
-    method = FedAvgFT(personal_epochs=3, personal_lr=0.05)
-    sim = Experiment(ready.config, ready.federation, ready.model, method, [])
+    sim = of(ready, FedAvgFT(personal_epochs=3, personal_lr=0.05))
     for _ in range(ROUNDS):
         sim.round()
     w = sim.now.broadcast
@@ -272,7 +275,7 @@ def test_fine_tuning_at_the_end_is_torchs_own_sgd_from_w(told: Told) -> None:
     assert sim.personal().lanes == 4
     for m, client in enumerate(sim.federation.clients):
         steps = steps_of(len(client.train), 8, 3)
-        batches = ClientBatches(sim.federation, [m], [steps], 8, sim.config.run.seed, ROUNDS, torch.float64)
+        batches = ClientBatches(sim.federation, [m], [steps], 8, sim.options.seed, ROUNDS, torch.float64)
         net = resnet("resnet8", 10).double().train()
         held = {**dict(net.named_parameters()), **dict(net.named_buffers())}
         with torch.no_grad():
@@ -283,7 +286,7 @@ def test_fine_tuning_at_the_end_is_torchs_own_sgd_from_w(told: Told) -> None:
             batch = batches(step, torch.tensor([0]))
             optimiser.zero_grad()
             nn.functional.cross_entropy(net(batch.images), batch.targets[0]).backward()
-            optimiser.round()
+            optimiser.step()
         wanted = State(*({n: held[n].detach()[None] for n in names} for names in (w.params, w.buffers)))
         assert_close_states(gather(sim.personal(), [m]), wanted)
         assert gap(w, wanted) > 0.01
@@ -329,7 +332,7 @@ def quadratics(monkeypatch: pytest.MonkeyPatch, method: Method, *clients: tuple[
     pixels = pixel_federation(*[[(85 * x, y)] * 2 for x, y in clients])
     settings = {"train__epochs": 2, "train__batch": 2, "train__lr": 0.1, "train__cohort": 0, "method__name": "fedavg"}
     config = small(run__precision="fp64", **{**settings, **set})
-    return Experiment(config, dataclasses.replace(pixels, std=(1 / 3,)), pixel_model(1.0), method, [])
+    return experiment(Pixel((1.0,), 1), dataclasses.replace(pixels, std=(1 / 3,)), config, method)
 
 
 A, B, C = (1, 0), (2, 6), (3, -3)  # ∇L: w, 4w − 12, 9w + 9; minima 0, 3, −1; the sums' 2.4 (A, B) and 3/14 (all)

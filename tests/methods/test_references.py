@@ -1,4 +1,4 @@
-"""All 21 methods against plain loops: three rounds of float64, every parameter and running statistic."""
+"""All 22 methods against plain loops: three rounds of float64, every parameter and running statistic."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ REFERENCES: dict[str, Callable[..., Reference]] = {
     "fedprox": lambda world, mu=0.1: ref.fedavg(world, mu=mu),
     "feddyn": ref.feddyn,
     "feddf": lambda world: ref.fedavg(world, distils=True),
+    "scaffold": ref.scaffold,
 }
 
 
@@ -93,6 +94,8 @@ CASES = [
     Case("fedprox", {"mu": 0.7}, FAST),
     Case("feddyn", {"alpha": 0.3}, THREE | {"train__weight_decay": 0.02}),
     Case("feddf", {}, THREE | {"distill__temperature": 2.0}),
+    Case("scaffold", {"server_lr": 0.6}, FIRM),
+    Case("scaffold", {"server_lr": 1.3}, THREE | {"train__weighting": "samples", "train__weight_decay": 0.02}),
 ]
 
 
@@ -136,7 +139,8 @@ def test_fine_tuning_at_every_client_equals_the_plain_loop(case: Case) -> None:
 
 def test_lanes_one_at_a_time_equal_the_plain_loop_too() -> None:
     """Methods with a step or a number of their own for each lane."""
-    for case in (Case("apfl", {"adaptive": True}), Case("pfedme"), Case("feddyn"), Case("perada", OWN)):
+    names = ("pfedme", "feddyn", "scaffold")
+    for case in (Case("apfl", {"adaptive": True}), Case("perada", OWN), *map(Case, names)):
         sim = simulation(case.method, case.settings, run__lanes=1)
         rounds = case.reference(world(sim))
         for _ in range(2):
@@ -174,7 +178,7 @@ def another(value: Any) -> Any:
 
 def varied() -> list[tuple[Case, str]]:
     """Each setting of each case, and the numbers of `[train]` in the cases of methods that use them their own way."""
-    own_way = ("pfedme", "apfl", "ditto", "fedalt-output", "fedrep", "fedprox")
+    own_way = ("pfedme", "apfl", "ditto", "fedalt-output", "fedrep", "fedprox", "scaffold")
     numbers = ("weight_decay", "clip", "momentum", "weighting")
     settings = [(c, k) for c in CASES for k in c.settings if c.method != "fedavg-ft"]
     runs = [(c, f"train__{k}") for c in CASES if c.method in own_way for k in numbers if f"train__{k}" in c.run]
@@ -198,6 +202,7 @@ def test_a_method_with_another_setting_than_the_reference_fails() -> None:
         ("pfedme", {"eta": 0.3}, {"eta": 0.31}),
         ("feddyn", {"alpha": 0.1}, {"alpha": 0.101}),
         ("apfl", {"alpha": 0.3}, {"alpha": 0.3, "adaptive": True}),
+        ("scaffold", {"server_lr": 1.0}, {"server_lr": 0.99}),
     ):
         sim = simulation(name, wrong)
         sim.round()

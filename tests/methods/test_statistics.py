@@ -46,6 +46,7 @@ SHARED_AND_KEPT: dict[str, tuple[set[str], set[str]]] = {
     "fedprox": (FULL, NONE),
     "feddyn": (FULL, NONE),
     "feddf": (FULL, NONE),
+    "scaffold": (FULL, NONE),
 }
 
 
@@ -204,13 +205,13 @@ def test_the_first_norms_statistics_by_hand(name: str) -> None:
     """One step of one client, all at once: 0.9 of the old and 0.1 of the batch's, the variance unbiased."""
     sim = simulation(name, train__epochs=1)
     client = 0
-    assert SIZES[client] < sim.config.train.batch
+    assert SIZES[client] < sim.train.batch
     trainer = sim.trainer([client])
     sent, kept = sim.method.client_update(trainer, sim.now.broadcast, gather(sim.now.kept, [client]))
     found = {**sent.buffers, **kept.buffers}
     start = sim.model.initial()
-    held, options = sim.federation.clients[client], sim.config
-    batch = sample_stream(held.train, options.train.batch, options.run.seed, 0, held.name)
+    held = sim.federation.clients[client]
+    batch = sample_stream(held.train, sim.train.batch, sim.options.seed, 0, held.name)
     images = prepared(sim.federation.images[batch])
     y = F.conv2d(images, start.params["conv1.weight"][0], padding=1).transpose(0, 1).flatten(1)
     for kind, value in (("running_mean", y.mean(1)), ("running_var", y.var(1))):

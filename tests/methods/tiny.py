@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from helpers import assert_close_norm
 from lanes import oracle
-from small import small
+from small import experiment, small
 from torch import Tensor
 
-from perada import adapt
 from perada.adapters import Residual
 from perada.data import Client, Federation
 from perada.experiment import Experiment
 from perada.lanes import State
 from perada.models.resnet import ResNet
+from perada.server.distill import chunks_of
 
 from .reference import Held, Values, World
 
@@ -32,6 +32,7 @@ RUN: dict[str, Any] = {
     "train__epochs": 2,
     "train__batch": 8,
     "train__lr": 0.05,
+    "distill__batch": 10,
     "distill__steps": 3,
     "distill__lr": 2e-3,
     "distill__guard": "none",
@@ -88,29 +89,26 @@ def prepared(grey: Tensor) -> Tensor:
 
 
 @cache
-def public() -> list[Tensor]:
-    """Two chunks of ten."""
+def public() -> Tensor:
+    """Twenty images: two chunks of ten."""
     draw = torch.Generator().manual_seed(11)
-    return [prepared(torch.randint(0, 256, (10, 1, 8, 8), generator=draw)) for _ in range(2)]
+    return torch.randint(0, 256, (20, 1, 8, 8), dtype=torch.uint8, generator=draw)
 
 
 def simulation(method: str, settings: dict[str, Any] | None = None, **set: Any) -> Experiment:
     given = {f"method__{k}": v for k, v in (settings or {}).items()}
     config = small(method__name=method, **{**RUN, **given, **set})
-    made = config.make_method()
-    model = adapt(network(), adapter=Residual(0.0) if made.parts.adapters else None, trained=made.parts.trains)
-    model = model.to("cpu", torch.float64)
-    return Experiment(config, federation(), model, made, public() if made.parts.distils else [])
+    return experiment(network(), federation(), config, adapter=Residual(dropout=0.0), public=public())
 
 
 def world(sim: Experiment, **other: Any) -> World:
-    """The same run for a reference. Only the new adapters' values are taken from the simulation's model."""
+    """The same run for a reference. Only the new adapters' values are taken from the experiment's model."""
     net = network()
     if sim.method.parts.adapters:
         net = oracle.with_adapters(net)
         held = sim.model.module.state_dict()
         net.load_state_dict({n: held[n] for n in net.state_dict() if ".adapter." in n and n in held}, strict=False)
-    train, distill, f = sim.config.train, sim.config.distill, sim.federation
+    train, distill, f = sim.train, sim.distill, sim.federation
     told = {k: getattr(train, k) for k in ("epochs", "batch", "lr", "momentum", "weight_decay", "clip", "weighting")}
     told |= {"distill_steps": distill.steps, "distill_lr": distill.lr, "temperature": distill.temperature}
     return World(
@@ -118,9 +116,9 @@ def world(sim: Experiment, **other: Any) -> World:
         images=prepared(f.images),
         targets=f.targets,
         clients=[(c.name, c.train) for c in f.clients],
-        cohort=sim.cohort,
-        public=public(),
-        seed=sim.config.run.seed,
+        cohort=sim.sampled,
+        public=[prepared(public()[chunk]) for chunk in chunks_of(len(public()), distill, f.seed)],
+        seed=sim.options.seed,
         **{**told, **other},
     )
 

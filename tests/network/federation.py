@@ -20,9 +20,9 @@ from flower.wire import SITES, World, make_world, write_server
 from perada.cli import main as cli
 from perada.flower import certs
 from perada.flower.address import Address, NoAnswer, free_port, probe
+from perada.flower.guards import die_with_parent
 from perada.flower.processes import descendants
-from perada.flower.project import _app
-from perada.flower.wrapped import die_with_parent
+from perada.flower.project import app_file
 from perada.runs.folder import write_atomic
 
 PERADA = [sys.executable, "-m", "perada"]
@@ -47,7 +47,7 @@ class Net:
         self.world: World = make_world(home, LIMITS)
         certs.make(home / "certs", ["127.0.0.1"], SITES)
         (home / "app").mkdir()
-        (home / "app" / "pyproject.toml").write_text(_app("digits"))
+        (home / "app" / "pyproject.toml").write_text(app_file("digits"))
         for site in SITES:
             (home / site / "certs").symlink_to(home / "certs")
         (home / "tmp").mkdir()

@@ -16,6 +16,7 @@ import typer.core
 from .. import __version__
 from ..config import in_keys, parse_grid, parse_setting, presets, resolve
 from ..config.build import about_data
+from ..config.settings import given
 from ..errors import InputError, RunError
 from ..machine import device_of, keep_memory
 from ..methods import REGISTRY, method_sizes
@@ -57,13 +58,11 @@ DataPath = Annotated[
 ]
 
 
-def _overrides(sets: Sequence[str] | None, lanes: str | None = None) -> dict[str, Any]:
-    found = dict(parse_setting(s) for s in sets or [])
-    if lanes is not None:
-        if lanes != "auto" and not (lanes.isdigit() and int(lanes)):
-            raise InputError(f"--lanes {lanes}: auto, or a number from 1")
-        found["run.lanes"] = 0 if lanes == "auto" else int(lanes)
-    return found
+def _overrides(sets: Sequence[str] | None, lanes: str | None = None, data: str | None = None) -> dict[str, Any]:
+    if lanes not in (None, "auto") and not (lanes.isdigit() and int(lanes)):
+        raise InputError(f"--lanes {lanes}: auto, or a number from 1")
+    most = None if lanes is None else 0 if lanes == "auto" else int(lanes)
+    return given(dict(parse_setting(s) for s in sets or []), data=data, lanes=most)
 
 
 @app.callback(invoke_without_command=True)
@@ -276,10 +275,7 @@ def partition(
     """Who holds what, and how unlike the clients are."""
     from ..data import build_federation
 
-    source, overrides = chosen_source(source, data), _overrides(sets)
-    if data is not None:
-        overrides["data.root"] = data
-    config = resolve(source, overrides)
+    config = resolve(chosen_source(source, data), _overrides(sets, data=data))
     federation = build_federation(config.data, device_of("cpu"))
     for line in about_data(federation):
         say(line)

@@ -48,9 +48,9 @@ def build(
     device = device_of(config.run.device)
     federation = federation or build_federation(config.data, device)
     method = config.make_method()
+    if to_train:
+        check(config, federation, local=cohort is None)
     distils = to_train and method.parts.distils and config.distill.steps > 0
-    if distils:
-        _refuse_own(config)
     images = _public(config, federation) if distils else None
     made = _network(config, federation, backbone, say, pretrain) if net is None else Backbone(net, config.model.head)
     experiment = Experiment(
@@ -76,10 +76,10 @@ def build(
     return experiment
 
 
-def check(config: Config, federation: Federation) -> None:
+def check(config: Config, federation: Federation, local: bool = True) -> None:
     """Refuses settings that do not fit the data or the method, without building anything."""
     method = config.make_method()
-    check_fit(federation, method, config.train, config.distill)
+    check_fit(federation, method, config.train, config.distill, local)
     if method.parts.distils and config.distill.steps > 0:
         _refuse_own(config)
 

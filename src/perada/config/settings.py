@@ -19,10 +19,15 @@ GRIDS: dict[str, tuple[float, ...]] = {  # the paper's
 
 
 def given(
-    set: Settings | None, *, data: str | Path | None = None, device: str | None = None, seed: int | None = None
+    set: Settings | None,
+    *,
+    data: str | Path | None = None,
+    device: str | None = None,
+    seed: int | None = None,
+    lanes: int | None = None,
 ) -> dict[str, Any]:
     """Returns `set` with the settings that have an argument of their own."""
-    own = {"data.root": None if data is None else str(data), "run.device": device, "run.seed": seed}
+    own = {"data.root": None if data is None else str(data), "run.device": device, "run.seed": seed, "run.lanes": lanes}
     return {**(set or {}), **{key: value for key, value in own.items() if value is not None}}
 
 

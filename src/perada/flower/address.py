@@ -1,33 +1,30 @@
-"""Where the server is, and whether something that speaks our language listens there."""
+"""The server's address, and whether a server of ours answers there."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
 import ssl
+from contextlib import closing
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 
 from ..errors import InputError
 
 PORT = 9092
-_HELLO = b"GET /v1/fleet/ HTTP/1.0\r\nHost: perada\r\n\r\n"  # nothing is there; 503 says that it is starting
 
 
-def _is_address(host: str) -> bool:
+class NoAnswer(Exception):
+    """No server answers now; one may answer later."""
+
+
+def _is_ip(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
         return False
     return True
-
-
-class NoAnswer(Exception):
-    """Nobody there now; may be later."""
-
-
-class Starting(NoAnswer):
-    """Somebody there, who does not let sites in yet."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +34,12 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """`host`, `host:port`, `1.2.3.4:port` or `[::1]:port`."""
+        """Reads `host`, `host:port`, `1.2.3.4:port` or `[::1]:port`."""
         host, colon, port = text.strip().rpartition(":")
         if not colon or (text.count(":") > 1 and not host.endswith("]")):
             host, port = text.strip(), str(PORT)
         host = host.removeprefix("[").removesuffix("]")
-        if ":" in host and not _is_address(host):
+        if ":" in host and not _is_ip(host):
             host = ""
         if not host or "/" in host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
             raise InputError(f"server address {text!r}: write it as host:port, such as fl.example.org:{PORT}")
@@ -52,101 +49,89 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
-    def from_here(self) -> Address:
-        """What to dial on the very machine that listens there."""
+    def local(self) -> Address:
+        """The address to dial from the machine that listens on this one."""
         return Address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port)
 
     @property
     def loopback(self) -> bool:
-        """Whether it is this machine and nobody else can listen on the way."""
-        try:
+        """Whether the traffic never leaves this machine."""
+        if _is_ip(self.host):
             return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host.lower() in ("localhost", "localhost.localdomain")
+        return self.host.lower() in ("localhost", "localhost.localdomain")
 
 
-def check_plain(address: Address, insecure: bool, knows: bool) -> None:
-    """Refuse an unencrypted connection that leaves this machine, unless it is asked for twice."""
-    if knows and not insecure:
-        raise InputError("--i-know-this-is-not-encrypted means something only with --insecure")
-    if insecure and not address.loopback and not knows:
+def check_plain(address: Address, insecure: bool, confirmed: bool) -> None:
+    """Refuses an unencrypted connection that leaves this machine, unless the user confirmed it."""
+    if confirmed and not insecure:
+        raise InputError("--i-know-this-is-not-encrypted needs --insecure")
+    if insecure and not address.loopback and not confirmed:
         raise InputError(
-            f"--insecure with {address.host}: whoever is on the way can read and change everything, and anybody can "
-            "take part; make certificates (perada flower certs), or add --i-know-this-is-not-encrypted"
+            f"--insecure with {address.host}: anybody on the network can read and change everything, and take part: "
+            "make certificates (perada flower certs), or add --i-know-this-is-not-encrypted"
         )
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
-        s.bind((host, 0))
-        return int(s.getsockname()[1])
+def free_port() -> int:
+    """Returns a local port on which nothing listens at this moment."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def check_free(address: Address) -> None:
-    """Refuse to listen where somebody does, or where we may not."""
+    """Refuses an address on which another process listens, or on which we may not listen."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    with socket.socket(family) as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((address.host, address.port))
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise InputError(f"cannot listen on {address}: {why}; choose another --host or --port") from error
+    try:
+        socket.create_server((address.host, address.port), family=family).close()
+    except OSError as error:
+        why = (error.strerror or str(error)).partition(" (")[0]
+        raise InputError(f"cannot listen on {address}: {why}; choose another --host or --port") from error
 
 
 def probe(address: Address, ca: Path | None, timeout: float = 5.0, starting: bool = False) -> None:
-    """Speak to the server as a site will: TLS checked by `ca`, or plain HTTP where that is None.
+    """Sends one request as a site does: over TLS checked by `ca`, or over plain HTTP if `ca` is None.
 
-    NoAnswer where nobody listens, or (unless `starting` will do) does not let sites in yet; InputError where it is the
-    wrong server, or the wrong language.
+    Raises NoAnswer if no server answers, or if it does not let sites in yet (unless `starting` is true). Raises
+    InputError if the server has another certificate or does not speak this protocol.
     """
-    try:
-        with socket.create_connection((address.host, address.port), timeout) as plain:
+    connection = HTTPConnection(address.host, address.port, timeout=timeout)
+    if ca is not None:
+        connection = HTTPSConnection(address.host, address.port, timeout=timeout, context=_trusting(ca))
+    with closing(connection):
+        _connect(connection, address, ca)
+        try:
+            connection.request("GET", "/v1/fleet/")  # no such page: any answer will do
+            status = connection.getresponse().status
+        except (HTTPException, ConnectionResetError) as error:
             if ca is None:
-                _plain(plain, address)
-            else:
-                _secure(plain, address, ca)
-    except Starting:
-        if not starting:
-            raise
-    except (InputError, NoAnswer):
-        raise
-    except OSError as error:
-        raise NoAnswer(error.strerror or str(error)) from error
+                raise InputError(
+                    f"refused: {address} does not speak plain HTTP: it wants TLS, so leave out --insecure"
+                ) from error
+            raise NoAnswer("it closed the connection") from error
+        except OSError as error:
+            raise NoAnswer(error.strerror or str(error)) from error
+    if status == 503 and not starting:
+        raise NoAnswer("it is starting")
 
 
-def _secure(plain: socket.socket, address: Address, ca: Path) -> None:
+def _trusting(ca: Path) -> ssl.SSLContext:
     try:
-        context = ssl.create_default_context(cafile=str(ca))
+        return ssl.create_default_context(cafile=str(ca))
     except (OSError, ssl.SSLError) as error:
-        raise InputError(f"cannot read the federation's certificate {ca}: missing, or no certificate") from error
+        raise InputError(f"cannot read the federation's certificate {ca}: missing or damaged") from error
+
+
+def _connect(connection: HTTPConnection, address: Address, ca: Path | None) -> None:
     try:
-        with context.wrap_socket(plain, server_hostname=address.host) as secure:
-            secure.sendall(_HELLO)
-            _check_ready(secure.recv(16))
+        connection.connect()
     except ssl.SSLCertVerificationError as error:
         why = error.verify_message or str(error)
-        raise InputError(f"refused: the certificate of {address} is not one that {ca} vouches for ({why})") from error
-    except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:  # something on the way that has no server yet
-        raise NoAnswer("it hung up") from error
+        raise InputError(f"refused: {ca} does not vouch for the certificate of {address} ({why})") from error
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:  # a forwarder whose server is away
+        raise NoAnswer("it closed the connection") from error
     except ssl.SSLError as error:
         raise InputError(
-            f"refused: {address} does not speak TLS ({error.reason}): another service, or a server with --insecure?"
+            f"refused: {address} does not speak TLS ({error.reason}): is it another service, or run with --insecure?"
         ) from error
-
-
-def _plain(plain: socket.socket, address: Address) -> None:
-    plain.sendall(_HELLO)
-    try:
-        answer = plain.recv(16)
-    except ConnectionResetError:
-        answer = b""
-    if not answer.startswith(b"HTTP/"):
-        raise InputError(f"refused: {address} does not speak plain HTTP: it wants TLS, so leave out --insecure")
-    _check_ready(answer)
-
-
-def _check_ready(answer: bytes) -> None:
-    if b" 503" in answer:
-        raise Starting("it is starting")
+    except OSError as error:
+        raise NoAnswer(error.strerror or str(error)) from error

@@ -1,8 +1,8 @@
-"""The Flower app: `server_app` and `client_app` are what its pyproject.toml names.
+"""The Flower app: its pyproject.toml names `server_app` and `client_app`.
 
-Where the settings are: the ServerApp reads $PERADA_FLOWER_SERVER (server.toml); the ClientApp the node-config key
-`site`, else $PERADA_FLOWER_SITE (site.toml), else, in Flower's simulation engine, entry `partition-id` of
-$PERADA_FLOWER_SITES (paths joined as in $PATH). run-config: `run` names the run, `resume` goes on with it,
+The ServerApp reads server.toml from $PERADA_FLOWER_SERVER. The ClientApp reads the node-config key `site`,
+or else $PERADA_FLOWER_SITE (site.toml), or else (in Flower's simulation engine) entry `partition-id` of
+$PERADA_FLOWER_SITES, paths joined as in $PATH. In the run-config, `run` names the run, `resume` continues it, and
 `continue-from` names a run to begin from.
 """
 
@@ -20,7 +20,6 @@ from flwr.serverapp import Grid, ServerApp
 
 from ..errors import InputError, RunError
 from ..runs.folder import locked
-from .bundle import bundle, unbundle
 from .client import Site, handle
 from .cohort import Step
 from .link import Link, Owners, limit_tries
@@ -36,9 +35,8 @@ server_app = ServerApp()
 @client_app.train()
 @client_app.evaluate()
 def answer(message: Message, context: Context) -> Message:
-    """Whatever is asked, `client.handle` answers."""
-    found = handle(_site(_site_file(context)), unbundle(message.content))
-    return Message(bundle(found), reply_to=message)
+    """Answers every message by `client.handle`."""
+    return Message(handle(_site(_site_file(context)), message.content), reply_to=message)
 
 
 def _site_file(context: Context) -> str:
@@ -59,7 +57,7 @@ def _site(file: str) -> Site:
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    """A run, from where it is to its end. An error ends it with one line."""
+    """Trains a run to its last round. An error ends it with one line."""
     config = context.run_config
     try:
         file = os.environ.get("PERADA_FLOWER_SERVER")
@@ -77,8 +75,10 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def _owners() -> Owners | None:
-    """Node -> site, from $PERADA_FLOWER_NODES, which `perada flower server` writes where sites have keys. It is read
-    each time, for a site may be added while the server runs; a file that cannot be read vouches for nobody."""
+    """Returns a reader of $PERADA_FLOWER_NODES, {node: site}, which `perada flower server` writes if sites have keys.
+
+    The file may change while the server runs. If it cannot be read, no node is any site's.
+    """
     file = os.environ.get("PERADA_FLOWER_NODES")
 
     def read() -> dict[int, str]:

@@ -1,12 +1,12 @@
 """Certificates and keys of a federation: who the server is, and which sites may talk to it.
 
-    ca.crt  ca.key            the federation's own authority; the key signs server certificates and goes nowhere
+    ca.crt  ca.key            the federation's own authority; its key signs server certificates and stays where it is
     server.crt  server.key    the server's, with every name and address that sites dial
-    sites/NAME.pub            a site's public key: the server lets in the keys in this folder and no others
-    sites/NAME.key            its private key: only the site needs it
+    sites/NAME.pub            a site's public key: the server admits the keys in this folder and no others
+    sites/NAME.key            a site's private key: only the site needs it
 
-Sites know the server by `ca.crt`; the server knows a site by its key (ECDSA P-384 in OpenSSH's format, which is what
-Flower reads). Nothing is ever overwritten unless a renewal is asked for.
+A site knows the server by `ca.crt`. The server knows a site by its key (ECDSA P-384 in OpenSSH's format, which Flower
+reads). Only a renewal replaces a file.
 """
 
 from __future__ import annotations
@@ -26,148 +26,132 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_ec_curve
 
 from ..errors import InputError
+from .settings import checked_name
 
 CA_DAYS = 3650
 SERVER_DAYS = 365
+LOCAL = ("localhost", "127.0.0.1", "::1")  # a server certificate is always for these, too
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*")
-_TAKEN = {"server"}  # `--renew server` is the server's certificate
-_SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-def check_site(name: str) -> str:
-    """A site's name is a file's name, too."""
-    if not _SITE.fullmatch(name):
-        raise InputError(
-            f"site name {name!r}: use letters, digits, '.', '_' and '-', at most 64, no leading '.' or '-'"
-        )
-    if name.lower() in _TAKEN:
-        raise InputError(f"site name {name!r} means something else here: choose another")
-    return name
 
 
 def check_sites(names: Sequence[str]) -> list[str]:
-    """Names without repetition, in order: a site's place among them is its number in a simulation."""
-    found = [check_site(name) for name in names]
-    twice = sorted({name for name in found if [n.lower() for n in found].count(name.lower()) > 1})
-    if twice:  # also on a file system that does not tell A from a
-        raise InputError(f"site {twice[0]!r} is named twice")
-    return sorted(found)
+    """Returns the names in order; refuses bad ones and repetitions, also on a file system that ignores case."""
+    for name in names:
+        try:
+            checked_name("site name", name)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        if name.lower() == "server":  # `--renew server` means the server's certificate
+            raise InputError(f"site name {name!r} is reserved: choose another")
+    lower = [name.lower() for name in names]
+    for name in names:
+        if lower.count(name.lower()) > 1:
+            raise InputError(f"site {name!r} is named twice")
+    return sorted(names)
 
 
 def make(folder: Path, server_names: Sequence[str], sites: Sequence[str]) -> list[Path]:
-    """A new authority, a server certificate and a key pair for each site; returns what was written."""
-    sites = check_sites(sites)
-    names = _alternatives(server_names)
+    """Makes a new authority, a server certificate and a key pair per site; returns the files."""
+    sites, names = check_sites(sites), _alternatives(server_names)
     for name in ("ca.crt", "ca.key", "server.crt", "server.key"):
         if (folder / name).exists():
             raise InputError(
-                f"{folder / name} exists and is not overwritten: --add NAME adds a site, --renew server or "
+                f"{folder / name} exists and is not overwritten: --keys-only adds a site, --renew server or "
                 "--renew NAME replaces one certificate or key"
             )
-    _refuse_keys(folder, sites)
-    _folder(folder)
-    _folder(folder / "sites")  # where the keys go that sites make themselves
+    _refuse_existing(folder, sites)
+    make_folder(folder)
+    make_folder(folder / "sites")  # for keys that sites make themselves
     key = ec.generate_private_key(ec.SECP384R1())
-    written = [*_authority(folder, key), *_server(folder, key, names)]
-    for site in sites:
-        written += site_keys(folder, site)
-    return written
+    files = [*_write_authority(folder, key), *_write_server(folder, key, names)]
+    return files + [file for site in sites for file in site_keys(folder, site)]
 
 
 def site_keys(folder: Path, site: str) -> list[Path]:
-    """A new key pair. A site may make its own and send the server nothing but the `.pub` file."""
-    check_site(site)
-    _refuse_keys(folder, [site])
-    _folder(folder / "sites")
+    """Makes a new key pair for a site. A site that runs this itself sends only the `.pub` file to the server."""
+    check_sites([site])
+    _refuse_existing(folder, [site])
+    make_folder(folder / "sites")
     key = ec.generate_private_key(ec.SECP384R1())
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
-    )
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     return [
-        _write(folder / "sites" / f"{site}.key", private, secret=True),
+        _write(folder / "sites" / f"{site}.key", _pem(key, serialization.PrivateFormat.OpenSSH), secret=True),
         _write(folder / "sites" / f"{site}.pub", public + b" " + site.encode() + b"\n"),
     ]
 
 
 def renew_server(folder: Path, server_names: Sequence[str]) -> list[Path]:
-    """A new key and certificate for the server by the same authority, so that sites need nothing new.
+    """Makes a new server key and certificate by the same authority, so that sites need nothing new.
 
-    Without names it keeps those of the old certificate.
+    Without names the new certificate has those of the old one.
     """
     key = _authority_key(folder)
-    old = folder / "server.crt"
-    names = _alternatives(server_names) if server_names else _names_of(old)
-    names += [name for name in _alternatives(["localhost"]) if name not in names]
+    names = _alternatives(server_names or names_of(folder / "server.crt"))
     for name in ("server.crt", "server.key"):
-        _aside(folder / name)
-    return _server(folder, key, names)
+        _keep_old(folder / name)
+    return _write_server(folder, key, names)
 
 
 def renew_site(folder: Path, site: str) -> list[Path]:
-    """A new key pair for one site; the server forgets the old key when it next starts or looks (`perada flower
-    server` compares its list with this folder)."""
-    files = [folder / "sites" / f"{check_site(site)}{ending}" for ending in (".key", ".pub")]
-    if not any(f.exists() for f in files):
-        raise InputError(f"no key of {site!r} in {folder / 'sites'}: --add {site} makes one")
+    """Makes a new key pair for one site. A running server notices the new `.pub` file and drops the old key."""
+    check_sites([site])
+    files = [folder / "sites" / f"{site}{ending}" for ending in (".key", ".pub")]
+    if not any(file.exists() for file in files):
+        raise InputError(f"no key of {site!r} in {folder / 'sites'}: --keys-only --sites {site} makes one")
     for file in files:
-        _aside(file)
+        _keep_old(file)
     return site_keys(folder, site)
 
 
-def public_keys(folder: Path) -> dict[str, Path]:
-    """The sites whose keys are in the folder, by name."""
-    return {p.stem: p for p in sorted((folder / "sites").glob("*.pub"))}
-
-
 def read_keys(folder: Path) -> dict[str, bytes]:
-    """What is in the sites' `.pub` files now; one that goes away meanwhile is not there, one that may not be read is
-    empty."""
-    found = {}
-    for name, path in public_keys(folder).items():
+    """Returns the content of each site's `.pub` file, empty if it may not be read."""
+    keys = {}
+    for path in sorted((folder / "sites").glob("*.pub")):
         try:
-            found[name] = path.read_bytes()
-        except FileNotFoundError:
+            keys[path.stem] = path.read_bytes()
+        except FileNotFoundError:  # removed just now
             continue
         except OSError:
-            found[name] = b""
-    return found
+            keys[path.stem] = b""
+    return keys
 
 
 def good_keys(keys: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
-    """Those that are keys which Flower takes, each of one site; and a line about each of the others."""
+    """Returns the keys that Flower accepts and that belong to one site, and a line about each of the others."""
     owners: dict[bytes, list[str]] = {}
-    wrong = []
+    problems = []
     for name, data in keys.items():
         try:
             key = serialization.load_ssh_public_key(data)
         except (ValueError, UnsupportedAlgorithm):
-            wrong.append(f"{name}.pub cannot be read: {name} is not let in")
+            problems.append(f"{name}.pub cannot be read: {name} is not admitted")
             continue
         if not isinstance(key, ec.EllipticCurvePublicKey) or not uses_nist_ec_curve(key):
-            wrong.append(f"{name}.pub is not an ECDSA key of a NIST curve: {name} is not let in")
+            problems.append(f"{name}.pub is not an ECDSA key of a NIST curve: {name} is not admitted")
             continue
         owners.setdefault(public_key_to_bytes(key), []).append(name)
-    wrong += [f"{' and '.join(names)} have one and the same key: not let in" for names in owners.values() if names[1:]]
-    return {names[0]: keys[names[0]] for names in owners.values() if not names[1:]}, wrong
+    shared = [names for names in owners.values() if len(names) > 1]
+    problems += [f"{' and '.join(names)} have the same key: not admitted" for names in shared]
+    return {names[0]: keys[names[0]] for names in owners.values() if len(names) == 1}, problems
 
 
 def expires(certificate: Path) -> datetime:
-    """When a certificate ends, in UTC."""
+    """Returns when a certificate expires, in UTC."""
     return _load(certificate).not_valid_after_utc
 
 
-def names(certificate: Path) -> list[str]:
-    """The names and addresses that a certificate is for."""
-    return [str(name.value).lower() for name in _names_of(certificate)]
+def names_of(certificate: Path) -> list[str]:
+    """Returns the names and addresses that a certificate is for."""
+    names = _load(certificate).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value).lower() for name in names]
 
 
 def _alternatives(names: Sequence[str]) -> list[x509.GeneralName]:
-    """What sites dial, as the certificate's alternative names; this machine's own name for itself is always in."""
+    """Returns the names that sites dial, and `LOCAL`, as a certificate's alternative names."""
     if not names:
         raise InputError("--server-name: give every name or address that sites dial, such as fl.example.org")
     found: list[x509.GeneralName] = []
-    for name in dict.fromkeys([*names, "localhost", "127.0.0.1", "::1"]):
+    for name in dict.fromkeys([*names, *LOCAL]):
         try:
             found.append(x509.IPAddress(ipaddress.ip_address(name.strip("[]"))))
         except ValueError:
@@ -177,62 +161,43 @@ def _alternatives(names: Sequence[str]) -> list[x509.GeneralName]:
     return found
 
 
-def _names_of(certificate: Path) -> list[x509.GeneralName]:
-    return list(_load(certificate).extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
-
-
 def _load(certificate: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(certificate.read_bytes())
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {certificate}: missing, or no certificate") from error
+        raise InputError(f"cannot read {certificate}: missing, or not a certificate") from error
 
 
-def _authority(folder: Path, key: ec.EllipticCurvePrivateKey) -> list[Path]:
+def _write_authority(folder: Path, key: ec.EllipticCurvePrivateKey) -> list[Path]:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"perada federation {os.urandom(4).hex()}")])
-    usage = x509.KeyUsage(
-        digital_signature=False,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=True,
-        crl_sign=True,
-        encipher_only=False,
-        decipher_only=False,
-    )
-    found = (
-        _blank(name, name, key, CA_DAYS)
+    others = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    unused = dict.fromkeys((*others, "encipher_only", "decipher_only"), False)
+    certificate = (
+        _builder(name, name, key, CA_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
+        .add_extension(x509.KeyUsage(key_cert_sign=True, crl_sign=True, **unused), critical=True)
         .sign(key, hashes.SHA384())
     )
-    return [
-        _write(folder / "ca.key", _pem(key), secret=True),
-        _write(folder / "ca.crt", found.public_bytes(serialization.Encoding.PEM)),
-    ]
+    return _write_pair(folder, "ca", key, certificate)
 
 
-def _server(folder: Path, signer: ec.EllipticCurvePrivateKey, names: list[x509.GeneralName]) -> list[Path]:
+def _write_server(folder: Path, signer: ec.EllipticCurvePrivateKey, names: list[x509.GeneralName]) -> list[Path]:
     authority = _load(folder / "ca.crt")
     key = ec.generate_private_key(ec.SECP384R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "perada server")])
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
-    found = (
-        _blank(subject, authority.subject, key, SERVER_DAYS)
+    certificate = (
+        _builder(subject, authority.subject, key, SERVER_DAYS)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(issuer, critical=False)
         .sign(signer, hashes.SHA384())
     )
-    return [
-        _write(folder / "server.key", _pem(key), secret=True),
-        _write(folder / "server.crt", found.public_bytes(serialization.Encoding.PEM)),
-    ]
+    return _write_pair(folder, "server", key, certificate)
 
 
-def _blank(
+def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
 ) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
@@ -242,10 +207,17 @@ def _blank(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))  # a site's clock may be a little behind
+        .not_valid_before(now - timedelta(hours=1))  # a site's clock may be a little slow
         .not_valid_after(now + timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
+
+
+def _write_pair(folder: Path, name: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> list[Path]:
+    return [
+        _write(folder / f"{name}.key", _pem(key, serialization.PrivateFormat.PKCS8), secret=True),
+        _write(folder / f"{name}.crt", certificate.public_bytes(serialization.Encoding.PEM)),
+    ]
 
 
 def _authority_key(folder: Path) -> ec.EllipticCurvePrivateKey:
@@ -259,34 +231,34 @@ def _authority_key(folder: Path) -> ec.EllipticCurvePrivateKey:
     return key
 
 
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+def _pem(key: ec.EllipticCurvePrivateKey, layout: serialization.PrivateFormat) -> bytes:
+    return key.private_bytes(serialization.Encoding.PEM, layout, serialization.NoEncryption())
 
 
-def _refuse_keys(folder: Path, sites: Sequence[str]) -> None:
+def _refuse_existing(folder: Path, sites: Sequence[str]) -> None:
     for site in sites:
         for ending in (".key", ".pub"):
             if (path := folder / "sites" / f"{site}{ending}").exists():
                 raise InputError(f"{path} exists and is not overwritten: --renew {site} replaces that site's key")
 
 
-def _folder(path: Path) -> None:
+def make_folder(path: Path) -> Path:
+    """Makes a folder for its owner alone, unless it is there."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise InputError(f"cannot make the folder {path}: {error.strerror}") from error
+    return path
 
 
-def _aside(path: Path) -> None:
-    """What a renewal replaces stays as NAME.old until the next renewal."""
+def _keep_old(path: Path) -> None:
+    """Renames a file that is about to be renewed to NAME.old."""
     if path.exists():
         os.replace(path, path.with_name(path.name + ".old"))
 
 
 def _write(path: Path, data: bytes, secret: bool = False) -> Path:
-    """A new file; a secret one is never readable by others, not even while it is being written."""
+    """Writes a new file. Other users can never read a secret one, not even while it is being written."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
         with os.fdopen(handle, "wb") as f:

@@ -28,10 +28,10 @@ from ..lanes import LaneModel, State
 from ..machine import arithmetic, device_of
 from ..methods import Finisher, Judge, Method, check_upload
 from ..models import build_backbone
-from .holdings import public_test, site_federation
 from .messages import About, Refused, Reply, answer, digest, read_about, unpack
 from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id
-from .site import Entry, SiteState
+from .site_data import public_test, site_federation
+from .site_state import Entry, SiteState
 
 
 class NeedsWeights(Exception):
@@ -183,7 +183,7 @@ def _handle(site: Site, about: About, content: RecordDict) -> RecordDict:
             return _weights(work, about, content)
         model, method = work.model, work.method
         received = unpack(content, method.init(model)[1])
-        work.state.received(about.run, about.plan, about.start, about.start_round, received)
+        work.state.save_broadcast(about.run, about.plan, about.start, about.start_round, received)
         if about.kind == "train":
             return _train(site, work, about, received)
         if about.kind == "evaluate":

@@ -18,7 +18,7 @@ from ..errors import InputError, RunError
 from ..experiment import Experiment, Moment
 from ..lanes import State, stack
 from ..methods import Judge
-from .belief import Clock, Gathered, Number, guard_losses, mean_loss, sample_count, why_not
+from .checks import Clock, Gathered, Number, guard_losses, mean_loss, sample_count, why_not
 from .link import Link
 from .messages import (
     About,

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from ..cli import tables
-from ..cli.console import INTERRUPTED, SAID
+from ..cli.console import SAID, AsJson, out, print_json, say, tell
 from ..config import parse_setting
 from ..errors import InputError
 from ..runs.run import load
-from . import certs as keys
-from . import collect as shelf
+from . import certs, collect
 from .address import PORT, Address
 from .control import Control
 from .launch import join, known_site, plan_site, serve
@@ -28,44 +25,31 @@ from .project import Project, init
 from .settings import checked_name
 
 app = typer.Typer(no_args_is_help=True, help="Real federations: the same methods over Flower (docs/deploy.md).")
-out = Console(markup=False)
-err = Console(stderr=True, markup=False)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="the project's folder")]
 Names = Annotated[str, typer.Option("--sites", metavar="A,B,C", help="names of the sites")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="no encryption and no keys: for trials on one machine")]
-Knows = Annotated[bool, typer.Option("--i-know-this-is-not-encrypted", help="--insecure beyond this machine, too")]
+Confirmed = Annotated[bool, typer.Option("--i-know-this-is-not-encrypted", help="--insecure beyond this machine")]
 RunName = Annotated[str | None, typer.Option("--name", help="the run's name")]
-SiteName = Annotated[str | None, typer.Option("--name", help="of this site")]
-SiteFolder = Annotated[Path, typer.Option("--dir", metavar="DIR", help="the folder with site.toml")]
+SiteName = Annotated[str | None, typer.Option("--name", help="the site's name, as in server.toml")]
+SiteFolder = Annotated[Path, typer.Option("--dir", metavar="DIR", help="the folder with site.toml and certs")]
 SiteRun = Annotated[str, typer.Option("--run", help="a run's name; default the newest")]
-AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
-
-
-def _say(text: str) -> None:
-    err.print(text, highlight=False, soft_wrap=True)
 
 
 def _split(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _until_stopped(work: Callable[[], None]) -> None:
-    """Run a service: SIGTERM ends it with code 0, Ctrl-C with 130, everything it started with it."""
+@contextmanager
+def _service() -> Iterator[None]:
+    """Runs a service: SIGTERM ends it with code 0 and Ctrl-C with 130. Only its owner can read what it writes."""
+    before = os.umask(0o077)  # models, databases, logs
     try:
         with stoppable():
-            work()
+            yield
     except Stop as stop:
-        _say("stopped")
-        raise typer.Exit(SAID if stop.code == INTERRUPTED else stop.code) from stop
-
-
-@contextmanager
-def _private() -> Iterator[None]:
-    """What is written meanwhile is for its owner alone: models, databases, logs."""
-    before = os.umask(0o077)
-    try:
-        yield
+        say("stopped")
+        raise typer.Exit(SAID if stop.interrupted else 0) from stop
     finally:
         os.umask(before)
 
@@ -74,7 +58,7 @@ def _private() -> Iterator[None]:
 def init_command(
     folder: Folder,
     sites: Names = "north,south,west",
-    name: Annotated[str, typer.Option(help="of the federation")] = "federation",
+    name: Annotated[str, typer.Option(help="the federation's name")] = "federation",
     server: Annotated[str, typer.Option(metavar="HOST[:PORT]", help="what sites dial")] = f"127.0.0.1:{PORT}",
     preset: Annotated[str, typer.Option(help="see `perada presets`")] = "digits",
     classes: Annotated[str, typer.Option(metavar="A,B,C", help="of all sites together; digits has its own")] = "",
@@ -82,15 +66,12 @@ def init_command(
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="section.key=value")] = None,
 ) -> None:
     """Write a project folder: the app, server.toml, site.toml, a script for certificates."""
-    settings = dict(parse_setting(s) for s in sets or [])
-    made = init(folder, name, _split(sites), Address.parse(server), preset, _split(classes), method, settings)
-    for path in made:
-        out.print(str(path), highlight=False, soft_wrap=True)
-    dialled, first = Address.parse(server), f"{folder / 'certs.sh'}, then"
-    if not dialled.loopback:  # a private key travels nowhere
-        first = f"perada flower certs {folder / 'certs'} --server-name {dialled.host},"
-        first += " each site's own key by --keys-only (docs/deploy.md), then"
-    _say(f"next: {first} perada flower server {folder}")
+    settings = dict(parse_setting(s) for s in sets or []) | ({"method.name": method} if method else {})
+    address = Address.parse(server)
+    for path in init(folder, name, _split(sites), address, preset, _split(classes), settings):
+        tell(str(path))
+    keys = "" if address.loopback else "each site's own key by perada flower certs certs --keys-only (docs/deploy.md), "
+    say(f"next: {folder / 'certs.sh'}, {keys}then perada flower server {folder}")
 
 
 @app.command("certs")
@@ -99,25 +80,23 @@ def certs_command(
     server_name: Annotated[
         list[str] | None, typer.Option("--server-name", metavar="HOST", help="a name or address sites dial, repeatable")
     ] = None,
-    sites: Annotated[str, typer.Option("--sites", metavar="A,B,C", help="a key pair for each")] = "",
-    keys_only: Annotated[bool, typer.Option("--keys-only", help="at a site: its own key pair, no more")] = False,
-    add: Annotated[str | None, typer.Option("--add", metavar="NAME", help="a key pair for one more site")] = None,
+    sites: Annotated[str, typer.Option("--sites", metavar="A,B,C", help="make a key pair for each")] = "",
+    keys_only: Annotated[bool, typer.Option("--keys-only", help="make the sites' key pairs and nothing else")] = False,
     renew: Annotated[str | None, typer.Option("--renew", metavar="server | NAME", help="replace one")] = None,
 ) -> None:
-    """A certificate authority, the server's certificate, one key pair for each site."""
-    if sum(map(bool, (keys_only, add, renew))) > 1:
-        raise InputError("--keys-only, --add and --renew: choose one")
-    if add:
-        made = keys.site_keys(folder, add)
+    """Make a certificate authority, the server's certificate, and a key pair per site."""
+    if keys_only and renew:
+        raise InputError("--keys-only and --renew: choose one")
+    if renew == "server":
+        files = certs.renew_server(folder, server_name or [])
     elif renew:
-        server = renew == "server"
-        made = keys.renew_server(folder, server_name or []) if server else keys.renew_site(folder, renew)
+        files = certs.renew_site(folder, renew)
     elif keys_only:
-        made = [path for site in keys.check_sites(_split(sites)) for path in keys.site_keys(folder, site)]
+        files = [path for site in certs.check_sites(_split(sites)) for path in certs.site_keys(folder, site)]
     else:
-        made = keys.make(folder, server_name or [], _split(sites))
-    for path in made:
-        out.print(str(path), highlight=False, soft_wrap=True)
+        files = certs.make(folder, server_name or [], _split(sites))
+    for path in files:
+        tell(str(path))
 
 
 @app.command("server")
@@ -126,100 +105,104 @@ def server_command(
     host: Annotated[str, typer.Option(help="where to listen; 0.0.0.0 for all addresses")] = "127.0.0.1",
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="default: the one in site.toml")] = None,
     insecure: Insecure = False,
-    knows: Knows = False,
+    confirmed: Confirmed = False,
 ) -> None:
     """Run the federation's server (a Flower SuperLink) until Ctrl-C or SIGTERM."""
     project = Project.open(folder)
     address = Address(host.removeprefix("[").removesuffix("]"), port or project.port())
-    with _private():
-        _until_stopped(lambda: serve(project, address, insecure, knows, _say))
+    with _service():
+        serve(project, address, insecure, confirmed, say)
 
 
 @app.command("site")
 def site_command(
-    name: Annotated[str | None, typer.Option(help="of this site, as in server.toml")] = None,
+    name: SiteName = None,
     data: Annotated[Path | None, typer.Option(metavar="FOLDER", help="class/image files, a manifest or .npz")] = None,
     server: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="default: the one in site.toml")] = None,
-    folder: Annotated[Path, typer.Option("--dir", metavar="DIR", help="the folder with site.toml and certs")] = Path(),
+    folder: SiteFolder = Path(),
     insecure: Insecure = False,
-    knows: Knows = False,
+    confirmed: Confirmed = False,
 ) -> None:
     """Take part as a site (a Flower SuperNode) until Ctrl-C or SIGTERM. The data stay where they are."""
-    with _private():
-        plan = plan_site(folder, name, data, server, insecure, knows)
-        _until_stopped(lambda: join(plan, lambda text: _say(f"{plan.settings.name}: {text}")))
+    site = plan_site(folder, name, data, server, insecure, confirmed)
+    with _service():
+        join(site, lambda text: say(f"{site.settings.name}: {text}"))
 
 
 @app.command("run")
 def run_command(
     folder: Folder,
     name: RunName = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with a run that ended early")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue a run that ended early")] = False,
     after: Annotated[str, typer.Option("--continue-from", metavar="RUN", help="start from where that run ended")] = "",
     detach: Annotated[bool, typer.Option("--detach", help="do not wait for the end")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train: start a run at this machine's server and follow it. Ctrl-C stops it; --resume goes on."""
+    """Train: start a run at this machine's server and follow it. Ctrl-C stops it; --resume continues it."""
     project = Project.open(folder)
+    settings = project.settings()
     try:
         _ = name is None or checked_name("--name", name)
     except ValueError as error:
         raise InputError(str(error)) from error
     if after:
-        shelf.pick(project, after)  # says now that there is none
+        collect.pick(project, after)  # refuses an unknown run
     control = Control.open(project.flower())
-    chosen = name or (shelf.pick(project, None).name if resume else shelf.free_name(project))
-    if not resume and (project.settings().runs() / chosen).exists():
-        raise InputError(f"there is a run {chosen} already: --resume goes on with it, --name NAME starts another")
-    follower = shelf.Follower(project.settings().runs() / chosen, _say)
+    chosen = name or (collect.pick(project, None).name if resume else collect.free_name(project))
+    if not resume and (settings.runs() / chosen).exists():
+        raise InputError(f"there is a run {chosen} already: --resume continues it, --name NAME starts another")
+    follower = collect.Follower(settings.runs() / chosen, say)
     follower.skip()
-    if project.settings().untrained:
-        _say("warning: the frozen backbone is random: name a pretrained file as model.weights in server.toml")
+    if settings.random_backbone:
+        say("warning: the frozen backbone is random: name a pretrained file as ModelOptions.weights in server.toml")
     number = control.start(project.app, chosen, resume, after)
-    _say(f"started {chosen} (Flower's number {number})")
+    say(f"started {chosen} (Flower's number {number})")
     if detach:
         return
     again = f"perada flower run {shlex.quote(str(folder))} --resume --name {chosen}"
     again += f" --continue-from {shlex.quote(after)}" if after else ""
     try:
         with stoppable():
-            path = shelf.follow(control, number, follower, again)
+            path = collect.follow(control, number, follower, again)
     except Stop as stop:
         control.stop(number)
-        _say(f"stopped; rounds are saved. Go on with: {again}")
+        say(f"stopped; rounds are saved. Continue with: {again}")
         raise typer.Exit(SAID) from stop
-    finished = load(path)
+    run = load(path)
     if as_json:
-        print(json.dumps({"run": str(path), **finished.summary}, indent=1))
+        print_json({"run": str(path), **run.summary})
         return
-    out.print(tables.results([finished]))
-    out.print(f"run      {path}\nreport   {path / 'report.html'}", highlight=False, soft_wrap=True)
+    out.print(tables.results([run]))
+    tell(f"run      {path}\nreport   {path / 'report.html'}")
 
 
 @app.command("status")
 def status_command(folder: Folder, as_json: AsJson = False) -> None:
-    """Which sites are connected, and how far the runs are."""
+    """Show which sites are connected, and how far the runs are."""
     project = Project.open(folder)
-    found: dict[str, Any] = {"server": None, "sites": {}, "runs": shelf.runs(project)}
+    status: dict[str, Any] = {"server": None, "sites": {}, "runs": collect.runs(project)}
     try:
         control = Control.open(project.flower())
-        found["server"] = str(control.address)
-        names, nodes = control.sites(), control.nodes()
-        states = {names.get(node, node): str(about["status"]) for node, about in nodes.items()}
-        sites = project.settings().federation.sites
-        found["sites"] = {s: states.get(s, "no key") for s in sites} if names else states
-    except InputError:  # no server: the runs are still there
+        status["server"] = str(control.address)
+        status["sites"] = _site_states(control, project.settings().federation.sites)
+    except InputError:  # no server runs
         pass
     if as_json:
-        print(json.dumps(found, indent=1))
+        print_json(status)
         return
-    out.print(f"server   {found['server'] or 'not running'}", highlight=False)
-    for site, state in found["sites"].items():
-        out.print(f"site     {site}: {state}", highlight=False)
-    for run, about in found["runs"].items():
+    tell(f"server   {status['server'] or 'not running'}")
+    for site, state in status["sites"].items():
+        tell(f"site     {site}: {state}")
+    for run, about in status["runs"].items():
         why = f": {about['error']}" if about.get("error") else ""
-        said = f"{about['status']}, round {about['round']} of {about['rounds']}{why}"
-        out.print(f"run      {run}: {said}", highlight=False, soft_wrap=True)
+        tell(f"run      {run}: {about['status']}, round {about['round']} of {about['rounds']}{why}")
+
+
+def _site_states(control: Control, sites: tuple[str, ...]) -> dict[str, str]:
+    """Returns the state of each site; without keys, of each connected node."""
+    names = control.sites()
+    states = {names.get(node, node): str(about["status"]) for node, about in control.nodes().items()}
+    return {site: states.get(site, "no key") for site in sites} if names else states
 
 
 @app.command("collect")
@@ -228,9 +211,8 @@ def collect_command(
     out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="the run folder to make")],
     name: RunName = None,
 ) -> None:
-    """Metrics and the global adapter as a run folder, for `perada report` and the rest."""
-    path = shelf.collect(Project.open(folder), name, out_dir)
-    out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    """Copy metrics and the global adapter to a run folder, for `perada report` and the rest."""
+    tell(f"wrote {collect.collect(Project.open(folder), name, out_dir)}")
 
 
 @app.command("predict")
@@ -241,14 +223,14 @@ def predict_command(
     run: SiteRun = "",
     as_json: AsJson = False,
 ) -> None:
-    """At a site: what its own model sees in images. Needs no server and no data."""
+    """At a site: predict with its own model. Needs no server and no data."""
     from .export import predict
 
-    found = predict(known_site(folder, site), images, run)
+    predictions = predict(known_site(folder, site), images, run)
     if as_json:
-        print(json.dumps(found, indent=1))
+        print_json(predictions)
         return
-    out.print(tables.predictions(found))
+    out.print(tables.predictions(predictions))
 
 
 @app.command("export")
@@ -259,8 +241,8 @@ def export_command(
     run: SiteRun = "",
     merged: Annotated[bool, typer.Option("--merged", help="the whole network instead of the personal part")] = False,
 ) -> None:
-    """At a site: its own model as one file. Needs no server and no data."""
+    """At a site: write its own model to one file. Needs no server and no data."""
     from .export import export
 
     export(known_site(folder, site), out_file, merged, run)
-    out.print(f"wrote {out_file}", highlight=False, soft_wrap=True)
+    tell(f"wrote {out_file}")

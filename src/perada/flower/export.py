@@ -1,4 +1,4 @@
-"""A site's own model, taken out of its state folder: no server, no network, no data needed."""
+"""A site's own model, read from its state folder. Needs no server, no network and no data."""
 
 from __future__ import annotations
 
@@ -15,67 +15,63 @@ from ..lanes import State
 from ..predict.export import about, check_out, weights_of, write_program, write_weights
 from ..predict.pictures import predictions
 from .client import NeedsWeights, Site, Work
-from .holdings import empty_federation
 from .messages import Refused
 from .settings import SiteSettings
+from .site_data import empty_federation
 
 
 @dataclass(frozen=True)
 class Personal:
-    """What a site predicts with, one lane, and what it is to be put into."""
+    """A site's model: the state that it predicts with (one lane), and the network around it."""
 
     work: Work
-    run: str
-    round: int | None  # the last one that this site trained in
     state: State
 
     def module(self) -> nn.Module:
-        """A plain torch module in eval mode, the personal part in place."""
+        """Returns a plain torch module in eval mode."""
         return self.work.model.plain(self.state).cpu()
 
 
 def personal(settings: SiteSettings, run: str = "") -> Personal:
-    """The site's model of a run (by its name or id; else the newest), with the newest broadcast it has seen."""
+    """Returns the site's model of a run (by name or id; default the newest), with the last broadcast it received."""
     site = Site(settings)
     runs = site.state.runs()
     if not runs:
         raise InputError(f"{site.state.path} holds no run of this site yet")
-    chosen = [r for r in runs if run in ("", r, r.rpartition("-")[0])]
-    if not chosen:
+    matching = [r for r in runs if run in ("", r, r.rpartition("-")[0])]
+    if not matching:
         raise unknown("run", run, runs)
-    plan, start, start_round, received = site.state.told(chosen[-1])
+    plan, start, start_round, broadcast = site.state.load_broadcast(matching[-1])
     try:
         work = site.work(plan)
-        model = work.model
-        kept = site.state.newest(chosen[-1])
-        if kept is None and start:  # not sampled yet in a run that goes on from another
+        kept = site.state.newest(matching[-1])
+        if kept is None and start:  # a run that continues another, in which the site was not sampled yet
             kept = site.state.before(start, start_round)
+        first = work.method.init(work.model)[2]
     except NeedsWeights as error:
-        raise InputError(f"{site.state.path}: the server's weights are not here: take part in a run first") from error
-    except Refused as error:  # what a server would be told
+        raise InputError(f"{site.state.path}: the server's weights are missing: take part in a run first") from error
+    except Refused as error:
         raise InputError(f"{site.state.path}: {error}") from error
-    first = work.method.init(model)[2]
-    state = work.method.personal(work.here(received), first if kept is None else work.here(kept))
-    rounds = site.state.rounds(chosen[-1])
-    return Personal(work, chosen[-1], rounds[-1] if rounds else None, state)
+    state = work.method.personal(work.here(broadcast), first if kept is None else work.here(kept))
+    return Personal(work, state)
 
 
 def predict(settings: SiteSettings, images: Sequence[Path], run: str = "") -> list[dict[str, Any]]:
-    """What the site's model sees in pictures, as `perada.Run.predict` has it."""
-    found = personal(settings, run)
-    module, held = found.module(), empty_federation(found.work.plan, torch.device("cpu"))
-    return predictions(module, held, next(module.parameters()).dtype, settings.name, images)
+    """Returns the predictions of the site's model for image files, as `perada.Run.predict` does."""
+    model = personal(settings, run)
+    module, federation = model.module(), empty_federation(model.work.plan, torch.device("cpu"))
+    return predictions(module, federation, next(module.parameters()).dtype, settings.name, images)
 
 
 def export(settings: SiteSettings, out: Path, merged: bool = False, run: str = "") -> None:
-    """As `perada.Run.export` does: FILE.safetensors with the personal part or, with `merged`, the whole network;
-    FILE.pt2 and FILE.onnx are the whole network as a program."""
+    """Writes the site's model as `perada.Run.export` does: FILE.safetensors with the personal part or, with `merged`,
+    the whole network; FILE.pt2 and FILE.onnx with the whole network as a program."""
     check_out(out)
-    found = personal(settings, run)
-    config, plan = found.work.config, found.work.plan
+    model = personal(settings, run)
+    config, plan = model.work.config, model.work.plan
     (mean, std), size = plan.normalisation, [config.data.size] * 2
-    said = about(config, settings.name, plan.classes, mean=mean, std=std, size=size, multilabel=plan.multilabel)
+    notes = about(config, settings.name, plan.classes, mean=mean, std=std, size=size, multilabel=plan.multilabel)
     if out.suffix == ".safetensors":
-        write_weights(out, found.module().state_dict() if merged else weights_of(found.state), said)
+        write_weights(out, model.module().state_dict() if merged else weights_of(model.state), notes)
     else:
-        write_program(out, found.module(), size, said)
+        write_program(out, model.module(), size, notes)

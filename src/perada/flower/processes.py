@@ -1,4 +1,4 @@
-"""Other programs as children that never outlive us: started, watched line by line, stopped with all they started."""
+"""Child processes that never outlive us: started, read line by line, stopped with everything they started."""
 
 from __future__ import annotations
 
@@ -18,34 +18,28 @@ from pathlib import Path
 from types import FrameType
 
 from ..errors import InputError
-from .wrapped import MARK
+from .guards import MARK
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f]")
 _PR_SET_CHILD_SUBREAPER = 36
-_NOT_OURS = ("FLWR_", "PERADA_FLOWER_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "FORWARDED_ALLOW_IPS")
-GRACE = 10.0  # seconds to stop in peace
-LATE = 30.0  # seconds that a site works on after the server has stopped waiting
-LONGEST = 1e7  # seconds that a timer takes
+_REMOVED = ("FLWR_", "PERADA_FLOWER_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "FORWARDED_ALLOW_IPS")
+GRACE = 10.0  # seconds that a process gets to stop by itself
+LATE = 30.0  # seconds that a site may work on after the server has stopped waiting
 
 
 class Stop(Exception):
-    """SIGTERM or SIGINT: put things in order and end."""
+    """SIGTERM or SIGINT came: clean up and end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
-        self.number = number
-
-    @property
-    def code(self) -> int:
-        """130 for Ctrl-C; a service that is told to stop and does is no failure."""
-        return 130 if self.number == signal.SIGINT else 0
+        self.interrupted = number == signal.SIGINT
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Inside, the first SIGTERM or SIGINT raises `Stop`; further ones are passed over while things are put in order.
+    """Inside, the first SIGTERM or SIGINT raises `Stop`; later ones are ignored during the cleanup.
 
-    Processes whose parent ends become ours, so that none can get away.
+    On Linux we adopt processes whose parent ends, so that `sweep` finds them.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -64,13 +58,14 @@ def stoppable() -> Iterator[None]:
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:
-    """Ours, less what could send Flower to another place or by another way (a proxy between Flower's own processes on
-    this machine would break them); its programs are beside our Python."""
-    kept = {k: v for k, v in os.environ.items() if not k.upper().startswith(_NOT_OURS)}
-    beside = str(Path(sys.executable).parent)
+    """Returns our environment for Flower's programs, without variables that redirect them.
+
+    A proxy would break the connections between Flower's own processes. Flower's programs are in our Python's folder.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.upper().startswith(_REMOVED)}
     return {
         **kept,
-        "PATH": f"{beside}{os.pathsep}{kept.get('PATH', '')}",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}",
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -81,15 +76,15 @@ def environment(home: Path, **more: str) -> dict[str, str]:
 
 
 def program(name: str) -> str:
-    """Where one of Flower's programs is: beside our Python, or on the PATH."""
-    found = shutil.which(name, path=environment(Path())["PATH"])
-    if found is None:
-        raise InputError(f"Flower's program {name} is not found: is the folder that pip put it in on your PATH?")
-    return found
+    """Returns the path of one of Flower's programs."""
+    path = shutil.which(name, path=environment(Path())["PATH"])
+    if path is None:
+        raise InputError(f"Flower's program {name} is not found: add the folder that pip installs programs in to PATH")
+    return path
 
 
 class Child:
-    """A running program; what it prints goes to a log file, and line by line to `on_line`."""
+    """A running program. Its output goes to a log file, and line by line to `on_line`."""
 
     def __init__(
         self, words: Sequence[str], env: Mapping[str, str], log: Path, on_line: Callable[[str], None], cwd: Path
@@ -104,7 +99,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=cwd,
-            start_new_session=True,  # Ctrl-C is ours to pass on
+            start_new_session=True,  # Ctrl-C reaches us only, and we stop the child
         )
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -124,12 +119,12 @@ class Child:
     def code(self) -> int | None:
         return self.process.poll()
 
-    def said(self, pattern: str) -> str | None:
-        """The last line so far that matches, None where none does."""
+    def last_line(self, pattern: str) -> str | None:
+        """Returns the last line so far that matches, or None."""
         return next((line for line in reversed(self.tail) if re.search(pattern, line)), None)
 
     def stop(self) -> None:
-        """Ask, wait, insist; then the same with everything that it left behind."""
+        """Stops the program: SIGTERM, then SIGKILL after `GRACE`. Then stops everything that it left behind."""
         end = time.monotonic() + GRACE
         if self.process.poll() is None:
             self.process.terminate()
@@ -145,19 +140,20 @@ class Child:
 
 
 def sweep(until: float = 0.0) -> None:
-    """End all processes below us: in peace until the given moment (of time.monotonic), then not."""
+    """Ends all processes below us: with SIGTERM, and after `until` (of time.monotonic) with SIGKILL."""
     asked: set[int] = set()
     while left := descendants(os.getpid()):
         late = time.monotonic() > until
         for pid in left if late else left - asked:
-            _signal(pid, signal.SIGKILL if late else signal.SIGTERM)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
         asked |= left
         _reap()
         time.sleep(0.05)
 
 
 def descendants(pid: int) -> set[int]:
-    """All living processes below one, by /proc; none where there is no /proc."""
+    """Returns all living processes below one, by /proc; none on a system without /proc."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -166,29 +162,21 @@ def descendants(pid: int) -> set[int]:
             continue  # it ended just now
         if state not in "ZX":
             parents[int(entry.name)] = int(parent)
-    found: set[int] = set()
-    while more := {p for p, parent in parents.items() if (parent == pid or parent in found) and p not in found}:
-        found |= more
-    return found
-
-
-def _signal(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
+    below: set[int] = set()
+    while more := {p for p, parent in parents.items() if (parent == pid or parent in below) and p not in below}:
+        below |= more
+    return below
 
 
 def _reap() -> None:
-    """Let go of what was reparented to us and ended; our own children are Popen's to wait for."""
+    """Waits for adopted processes that ended; without this they stay as zombies."""
     for entry in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-        try:
-            pids = [int(word) for word in entry.read_text().split()]
-        except OSError:
-            continue
-        for pid in pids:
-            with suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+        with suppress(OSError):
+            for pid in entry.read_text().split():
+                with suppress(ChildProcessError):
+                    os.waitpid(int(pid), os.WNOHANG)
 
 
 def marked(line: str) -> str | None:
-    """The words of a line that is meant for people (`wrapped.say`)."""
+    """Returns the text of a line that `guards.say` printed for the user, or None."""
     return line.partition(MARK)[2] if line.startswith(MARK) else None

@@ -1,16 +1,15 @@
-"""A federation's folder: where things are in it, and how `perada flower init` makes one.
+"""The folder of a federation, and how `perada flower init` makes one.
 
 app/pyproject.toml    the Flower app: it names PerAda's two components and holds no code
 server.toml           what is trained, by whom, how long a round waits
-site.toml             what a site's people fill in
+site.toml             what a site fills in
 certs.sh  certs/      keys and certificates
-state/                what comes into being: runs, Flower's own database and logs, sites' models
+state/                everything made later: runs, Flower's database and logs, sites' models
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,11 @@ from typing import Any
 from ..config import presets, resolve, toml_value
 from ..data.digits import digits
 from ..errors import InputError, unknown
+from ..runs.folder import replaced
 from .address import PORT, Address
 from .certs import check_sites
+from .guards import COMPONENTS
 from .settings import ServerSettings
-from .wrapped import COMPONENTS
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Project:
 
     @classmethod
     def open(cls, folder: Path) -> Project:
-        """A folder that `init` made."""
-        found = cls(folder.expanduser().absolute())
-        if not found.server_toml.is_file():
+        """Opens a folder that `init` made."""
+        project = cls(folder.expanduser().absolute())
+        if not project.server_toml.is_file():
             raise InputError(f"{folder} has no server.toml: make a project with `perada flower init {folder}`")
-        return found
+        return project
 
     @property
     def app(self) -> Path:
@@ -50,23 +50,19 @@ class Project:
     def server_toml(self) -> Path:
         return self.folder / "server.toml"
 
-    @property
-    def site_toml(self) -> Path:
-        return self.folder / "site.toml"
-
     def settings(self) -> ServerSettings:
         return ServerSettings.read(self.server_toml)
 
     def port(self) -> int:
-        """What sites dial, by site.toml; Flower's own number where that is not there."""
+        """Returns the port that sites dial, from site.toml; Flower's own if it names none."""
         try:
-            server = tomllib.loads(self.site_toml.read_text("utf8"))["site"]["server"]
+            server = tomllib.loads((self.folder / "site.toml").read_text("utf8"))["site"]["server"]
         except (OSError, ValueError, KeyError, TypeError):
             return PORT
         return Address.parse(str(server)).port
 
     def flower(self) -> Path:
-        """Where Flower's database, logs and configuration are."""
+        """Returns the folder of Flower's database, logs and configuration."""
         return Path(self.settings().federation.state) / "flower"
 
 
@@ -77,11 +73,9 @@ def init(
     server: Address,
     preset: str,
     classes: Sequence[str],
-    method: str | None,
     settings: Mapping[str, Any],
 ) -> list[Path]:
-    """Write a project that runs as it is; returns the files. Refuses a folder that has anything in it."""
-    check_federation(name)
+    """Writes a project that is ready to run; returns its files. Refuses a folder that is not empty."""
     sites = check_sites(sites)
     if not sites:
         raise InputError("--sites: name at least one site, such as --sites north,south")
@@ -89,49 +83,31 @@ def init(
         raise unknown("preset", preset, presets())
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not empty: choose another folder")
-    overrides = dict(settings) | ({"method.name": method} if method else {})
-    resolve(preset, overrides)  # says now what is wrong with them
+    resolve(preset, settings)  # refuses bad settings
+    if not classes and preset != "digits":
+        raise InputError("--classes: name the classes of all sites together, such as --classes cat,dog")
     files = {
-        "app/pyproject.toml": _app(name),
-        "server.toml": _server(name, sites, preset, list(classes) or _classes(preset), overrides),
-        "site.toml": _site(name, server),
-        "certs.sh": _certs(server, sites),
+        "app/pyproject.toml": app_file(name),
+        "server.toml": _server_file(name, sites, preset, list(classes or digits().classes), settings),
+        "site.toml": _site_file(name, server),
+        "certs.sh": _certs_file(server, sites),
     }
-    part = folder.with_name(f".{folder.name}.part")
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        (part / "app").mkdir(parents=True)
-        for file, text in files.items():
-            (part / file).write_text(text, encoding="utf8")
-        (part / "certs.sh").chmod(0o755)
-        Project.open(part).settings()  # what cannot be read is not left behind
-        if folder.exists():
-            folder.rmdir()
-        part.rename(folder)
-    except InputError as error:  # it speaks of a file that nobody will see
+        with replaced(folder) as part:
+            (part / "app").mkdir()
+            for file, text in files.items():
+                (part / file).write_text(text, encoding="utf8")
+            (part / "certs.sh").chmod(0o755)
+            Project.open(part).settings()  # a project that cannot be read is not left behind
+    except InputError as error:  # without the name of the temporary file
         raise InputError(str(error).replace(f"{part / 'server.toml'}: ", "")) from error
     except OSError as error:
         raise InputError(f"cannot write to {folder}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return [folder / file for file in files]
 
 
-def check_federation(name: str) -> None:
-    """A federation's name is a folder beside these."""
-    if name.lower() in ("flower", "runs"):
-        raise InputError(f"federation name {name!r} is that of a folder in state/: choose another")
-
-
-def _classes(preset: str) -> list[str]:
-    if preset == "digits":
-        return list(digits().classes)
-    raise InputError("--classes: name the classes of all sites together, such as --classes cat,dog")
-
-
-def _app(name: str) -> str:
-    """Flower wants an app's name in letters, digits and hyphens."""
-    plain = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower() or "federation"
+def app_file(name: str) -> str:
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower() or "federation"  # Flower allows no other letters
     return f"""# The Flower app of this federation. It holds no code: sites run the PerAda that is installed there.
 [project]
 name = "perada-{plain}"
@@ -154,26 +130,22 @@ continue-from = ""
 """
 
 
-RANDOM = "  # better a pretrained file, beside this one: docs/deploy.md says how to make one"
-
-
-def _server(name: str, sites: Sequence[str], preset: str, classes: list[str], overrides: Mapping[str, Any]) -> str:
-    """The preset less what it says about data at hand, then what was asked for."""
+def _server_file(name: str, sites: Sequence[str], preset: str, classes: list[str], settings: Mapping[str, Any]) -> str:
+    """Returns server.toml: the preset without its settings of local data, and the given settings."""
     small = preset == "digits"
-    base = {"data.size": 8, "data.normalise": "data"} if small else {}
-    base |= {"train.cohort": 0, "run.lanes": 1}  # all sites in every round; a site trains its own lanes one by one
-    base |= {"train.rounds": 10, "run.eval_every": 1} if small else {}
-    if preset == "folder":  # which pretrains on the clients' images
-        base["model.weights"] = "random"
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in {**base, **overrides}.items():
+    tables: dict[str, dict[str, Any]] = {"data": {"size": 8, "normalise": "data"}} if small else {}
+    tables["train"] = {"cohort": 0} | ({"rounds": 10} if small else {})  # all sites in every round
+    tables["run"] = {"lanes": 1} | ({"eval_every": 1} if small else {})  # a site trains its lanes one by one
+    if preset == "folder":  # its own weights come from simulated pretraining
+        tables["model"] = {"weights": "random"}
+    for key, value in settings.items():
         section, _, rest = key.partition(".")
-        sections.setdefault(section, {})[rest] = value
-    said = {("model", "weights"): RANDOM} if {**base, **overrides}.get("model.weights") == "random" else {}
-    told = "\n".join(
-        f"[{section}]\n" + "".join(f"{k} = {toml_value(v)}{said.get((section, k), '')}\n" for k, v in values.items())
-        for section, values in sections.items()
+        tables.setdefault(section, {})[rest] = value
+    lines = "\n".join(
+        f"[{section}]\n" + "".join(f"{k} = {toml_value(v)}\n" for k, v in values.items())
+        for section, values in tables.items()
     )
+    hint = "  # better a pretrained file next to this one: docs/deploy.md says how to make it"
     return f"""# What the federation trains. Keys are those of `perada train`; paths are relative to this file.
 preset = {toml_value(preset)}
 
@@ -181,20 +153,20 @@ preset = {toml_value(preset)}
 name = {toml_value(name)}
 sites = {toml_value(list(sites))}
 classes = {toml_value(classes)}  # of all sites together
-channels = {3}  # 1 for grey images in .npz files
+channels = 3  # 1 for grey images in .npz files
 state = "state"
 test = ""  # a labelled public test set at the server, if there is one
 
 [rounds]
 min_sites = {max(1, min(2, len(sites) - 1))}  # a round with fewer good uploads is tried again; all but one, at most 2
-deadline_s = {120 if small else 3600}  # a site that is later is left out of the round
+deadline_s = {120 if small else 3600}  # the round goes on without a site that is later
 norm_bound = 100.0  # an upload that moved further than this many times the model's norm is refused
 
-{told}"""
+{lines}""".replace('\nweights = "random"\n', f'\nweights = "random"{hint}\n')
 
 
-def _site(name: str, server: Address) -> str:
-    return f"""# What a site's people fill in; `perada flower site` may say it, too. Paths are relative to this file.
+def _site_file(name: str, server: Address) -> str:
+    return f"""# What a site fills in. Options of `perada flower site` replace it. Paths are relative to this file.
 [site]
 federation = {toml_value(name)}
 server = {toml_value(str(server))}
@@ -203,17 +175,19 @@ data = ""  # class/image.png folders, a manifest or a .npz file; it stays where 
 state = "state"  # your model and everything else that never leaves
 device = "auto"
 threads = 0  # 0: torch's own choice
-score_digits = 1  # of the scores that you tell, in percent; more of them tell how many test images you have
-methods = []  # those that this site takes part in, such as ["perada"]; none named: whatever the server runs
+score_digits = 1  # of the scores that you report, in percent; more digits tell how many test images you have
+methods = []  # the methods that this site takes part in, such as ["perada"]; empty: whatever the server runs
 """
 
 
-def _certs(server: Address, sites: Sequence[str]) -> str:
+def _certs_file(server: Address, sites: Sequence[str]) -> str:
+    """Returns certs.sh. For a trial on one machine it makes the sites' keys too."""
+    keys = f" --sites {','.join(sites)}" if server.loopback else ""
     return f"""#!/bin/sh
-# An authority, the server's certificate and a key pair for each site, in certs/. Nothing is overwritten.
-# A --server-name for every name and address that sites dial. A site that would rather make its own key:
+# Makes an authority and the server's certificate in certs/, and overwrites nothing.
+# Give a --server-name for every name and address that sites dial. Each site makes its own key:
 #   perada flower certs certs --keys-only --sites NAME      and sends certs/sites/NAME.pub to the server's certs/sites/
 set -eu
 cd "$(dirname "$0")"
-exec perada flower certs certs --server-name {server.host} --sites {",".join(sites)} "$@"
+exec perada flower certs certs --server-name {server.host}{keys} "$@"
 """

@@ -21,10 +21,10 @@ from ..runs.run import Run
 from ..runs.train import conclude
 from .client import backbone_state, shapes_of, weights_digest
 from .cohort import FlowerCohort, Step
-from .holdings import empty_federation, public_test
 from .link import Link
 from .records import Diary
 from .settings import Plan, ServerSettings
+from .site_data import empty_federation, public_test
 
 
 class Log(Callback):

@@ -1,16 +1,16 @@
-"""What a server and a site are told by their people: server.toml and site.toml, and what a server tells its sites."""
+"""The settings files server.toml and site.toml, and the plan that a server sends to its sites."""
 
 from __future__ import annotations
 
 import json
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config import Config, from_tables, presets, resolve, section
+from ..config import Config, from_tables, presets, resolve, section, toml_value
 from ..data import VALIDATION, is_public_name
 from ..data.images import IMAGENET
 from ..errors import InputError, unknown
@@ -18,22 +18,28 @@ from ..methods import hyperparameters
 from ..models import WEIGHTS, names_code
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-RUN = re.compile(rf"{NAME.pattern}-[0-9a-f]{{8}}")  # `records.open_run` makes them
+RUN = re.compile(rf"{NAME.pattern}-[0-9a-f]{{8}}")  # `records.open_run` makes these
 SHA256 = re.compile(r"[0-9a-f]{64}")
-MADE_ANYWHERE = ("embedded", "random")  # weights that a site makes itself; any others are sent
+BUILT_IN_WEIGHTS = ("embedded", "random")  # a site makes these itself; the server sends all others
+SHARED_DATA = ("size", "val", "test", "seed", "normalise", "augment", "resident", "meta_min", "uncertain")
 MAX_ROUND = 10**6
-GREY = {"data": ((0.5,), (0.25,)), "imagenet": ((0.449,), (0.226,))}  # as the sources of one channel have it
+GREY = {"data": ((0.5,), (0.25,)), "imagenet": ((0.449,), (0.226,))}  # mean and deviation of one-channel images
 
 
 def checked_name(what: str, name: str) -> str:
-    """A name that may stand in a path on any machine."""
+    """Returns a name that is safe in a path on any machine; ValueError for any other."""
     if not NAME.fullmatch(name):
         raise ValueError(f"{what} must be letters, digits, dots, dashes and underscores (at most 64), not {name!r}")
     return name
 
 
+def _check_federation(what: str, name: str) -> None:
+    if checked_name(what, name).lower() in ("flower", "runs"):
+        raise ValueError(f"{what} {name!r} is the name of a folder in state/: choose another")
+
+
 def is_run_id(text: str) -> bool:
-    """Whether it is a run's id, which is a folder's name at the server and at the sites."""
+    """Whether a text is a run's id, and so the name of a folder at the server and at the sites."""
     return RUN.fullmatch(text) is not None
 
 
@@ -43,20 +49,20 @@ class FederationOptions:
 
     name: str
     sites: tuple[str, ...]
-    classes: tuple[str, ...]  # of all sites together: a label's number is its place here
-    channels: int = 3  # of the images: 3, or 1 for grey ones in .npz files
+    classes: tuple[str, ...]  # of all sites together; a label's number is its place in this list
+    channels: int = 3  # of the images: 3, or 1 for grey images in .npz files
     multilabel: bool = False
-    state: str = "state"  # where the server keeps its runs
+    state: str = "state"  # the server's folder for its runs
     test: str = ""  # a labelled public test set at the server, for the global model
 
     def __post_init__(self) -> None:
-        checked_name("name", self.name)
+        _check_federation("name", self.name)
         if not self.sites:
             raise ValueError("sites must name at least one site")
         for what, names in (("sites", self.sites), ("classes", self.classes)):
             twice = next((n for n in names if names.count(n) > 1), None)
             if twice is not None:
-                raise ValueError(f"{what}: {twice!r} stands there twice")
+                raise ValueError(f"{what}: {twice!r} is there twice")
         for site in self.sites:
             checked_name("sites", site)
         if len(self.classes) < (1 if self.multilabel else 2):
@@ -67,21 +73,20 @@ class FederationOptions:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The `[rounds]` section of server.toml: how long to wait for whom, and what to believe."""
+    """The `[rounds]` section of server.toml: how long a round waits, and which uploads it accepts."""
 
     min_sites: int = 2  # a round with fewer good uploads is tried again
-    deadline_s: float = 600.0  # a round's end: uploads must be in by then; a fifth of it is kept for the guard
+    deadline_s: float = 600.0  # the end of a round; a fifth of it is kept for the guard
     hello_s: float = 60.0  # how long the sites may take to say who they are
     retries: int = 10  # how often a round with too few sites is tried again
-    norm_bound: float = 100.0  # an upload may part from the broadcast by this many times the broadcast's norm
-    max_samples: int = 1_000_000  # where weighting=samples, a site that says it has more is refused
+    norm_bound: float = 100.0  # an upload may differ from the broadcast by this many times the broadcast's norm
+    max_samples: int = 1_000_000  # with train.weighting=samples, a site that reports more is refused
     poll_s: float = 0.5  # how often to look for replies
 
     def __post_init__(self) -> None:
-        if self.max_samples < 1:
-            raise ValueError(f"max_samples must be at least 1, not {self.max_samples}")
-        if self.min_sites < 1 or self.retries < 0:
-            raise ValueError("min_sites must be at least 1 and rounds.retries not negative")
+        for name, least in (("max_samples", 1), ("min_sites", 1), ("retries", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         for name in ("deadline_s", "hello_s", "norm_bound", "poll_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
@@ -89,7 +94,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """server.toml, read."""
+    """The content of server.toml."""
 
     federation: FederationOptions
     rounds: Rounds
@@ -97,7 +102,7 @@ class ServerSettings:
 
     @classmethod
     def read(cls, path: str | Path) -> ServerSettings:
-        """Sections `[federation]`, `[rounds]` and those of any run; paths are relative to the file's folder."""
+        """Reads `[federation]`, `[rounds]` and the sections of any run; paths are relative to the file's folder."""
         file = Path(path).expanduser().absolute()
         tables = _toml(file)
         federation = section("federation", FederationOptions, tables.pop("federation", {}))
@@ -108,11 +113,11 @@ class ServerSettings:
             state=str(file.parent / federation.state),
             test=str(file.parent / federation.test) if federation.test else "",
         )
-        return cls(federation, rounds, _run_config(file, tables, federation))
+        return cls(federation, rounds, _run_config(file, tables, len(federation.sites)))
 
     @property
-    def untrained(self) -> bool:
-        """Whether a backbone stays frozen that nothing was ever trained with."""
+    def random_backbone(self) -> bool:
+        """Whether the frozen backbone was never trained."""
         trains = self.config.make_method().parts.trains
         return self.config.model.weights == "random" and trains not in ("full", "everything")
 
@@ -120,114 +125,121 @@ class ServerSettings:
         return Path(self.federation.state) / "runs"
 
 
-def _run_config(file: Path, tables: dict[str, Any], federation: FederationOptions) -> Config:
-    """The run's own configuration; what speaks of data at hand has no meaning at a server without any."""
-    preset = tables.pop("preset", "folder")
+def _run_config(file: Path, tables: dict[str, Any], sites: int) -> Config:
+    """Builds the run's configuration; refuses settings that need data at the server."""
+    preset = str(tables.pop("preset", "folder"))
     if preset not in presets():
-        raise unknown("preset", str(preset), presets())
-    overrides: dict[str, Any] = {}
+        raise unknown("preset", preset, presets())
     for name, values in tables.items():
         if not isinstance(values, dict):
             raise InputError(f"{file}: [{name}] must be a section, not a value")
-        overrides |= {f"{name}.{key}": value for key, value in values.items()}
-    for key, is_name in (("model.weights", WEIGHTS.__contains__), ("distill.data", is_public_name)):
-        value = overrides.get(key)
-        if isinstance(value, str) and not is_name(value):
-            overrides[key] = str(file.parent / Path(value).expanduser())
-    for key in overrides:
-        if key.startswith("data.") and key.removeprefix("data.") not in ("size", "val", "test", "seed", *SHARED_DATA):
-            raise InputError(f"{file}: {key} has no meaning here: the data are at the sites")
-    if overrides.get("distill.data") == VALIDATION:
-        raise InputError(f"{file}: distill.data={VALIDATION} has no meaning here: the data are at the sites")
-    if preset == "folder":  # its backbone is made by simulated pretraining
-        overrides.setdefault("model.weights", "random")
-    config = resolve(str(preset), {**overrides, "data.name": "folder", "data.partition": "site", "data.root": ""})
-    return _checked(config, federation)
-
-
-SHARED_DATA = ("normalise", "augment", "resident", "meta_min", "uncertain")
-
-
-def _checked(config: Config, federation: FederationOptions) -> Config:
+    for key in tables.get("data", {}):
+        if key not in SHARED_DATA:
+            raise InputError(f"{file}: DataOptions.{key} has no meaning at a server: the data are at the sites")
+    _resolve_path(tables.get("model", {}), "weights", WEIGHTS.__contains__, file.parent)
+    _resolve_path(tables.get("distill", {}), "data", is_public_name, file.parent)
+    if preset == "folder":  # its own weights come from simulated pretraining
+        tables.setdefault("model", {}).setdefault("weights", "random")
+    config = resolve(preset, {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()})
+    if config.distill.data == VALIDATION:
+        raise InputError(f"{file}: Distill.data={VALIDATION} has no meaning at a server: the data are at the sites")
+    if config.distill.guard == "server":
+        raise InputError("Distill.guard=server needs labelled data at the server: use clients or none")
     if config.model.weights == "fedavg":
         raise InputError(
-            "model.weights=fedavg is a simulation's: run method fedavg first and name its weights file, or use random"
+            "ModelOptions.weights=fedavg works in simulations only: train the method fedavg first and name its weights "
+            "file, or use random"
         )
-    if config.train.cohort > len(federation.sites):
-        raise InputError(f"train.cohort={config.train.cohort} but there are {len(federation.sites)} sites: lower it")
-    if config.run.shifts:
-        config = replace(config, run=replace(config.run, shifts=False))  # needs the test images
-    if config.distill.guard == "server":
-        raise InputError("distill.guard=server needs labelled data at the server: use clients or none")
-    return config
+    if config.train.cohort > sites:
+        raise InputError(f"Train.cohort={config.train.cohort} but there are {sites} sites: lower it")
+    data = replace(config.data, name="folder", partition="site", root="")
+    return replace(config, data=data, run=replace(config.run, shifts=False))  # shifts need the test images
+
+
+def _resolve_path(table: dict[str, Any], key: str, is_name: Callable[[str], bool], folder: Path) -> None:
+    """Makes a path absolute; a word that names something else stays."""
+    value = table.get(key)
+    if isinstance(value, str) and not is_name(value):
+        table[key] = str(folder / Path(value).expanduser())
 
 
 @dataclass(frozen=True)
 class SiteSettings:
-    """The `[site]` section of site.toml, read."""
+    """The `[site]` section of site.toml."""
 
     federation: str
     name: str
-    data: str  # class/image folders, a manifest, or a .npz file; what belongs to other sites is passed over
-    state: str = "state"  # where the site keeps what never leaves it
+    data: str  # class/image folders, a manifest, or a .npz file; the samples of other sites are skipped
+    server: str = ""  # HOST:PORT
+    state: str = "state"  # the folder for everything that never leaves the site
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = 0  # of torch; 0 leaves its own choice
+    threads: int = 0  # of torch; 0 is torch's own choice
     test: str = ""  # the shared public test set, if this site has it
-    skip_bad: bool = False  # pass over images that cannot be read
-    site_column: str = "site"  # of a manifest that holds several sites
-    score_digits: int = 1  # of the scores it tells, in percent; all digits would tell how many test images it has
-    methods: tuple[str, ...] = ()  # what this site takes part in; empty is anything. MTL, say, sends personal models
+    skip_bad: bool = False  # skip images that cannot be read
+    site_column: str = "site"  # in a manifest that holds several sites
+    score_digits: int = 1  # of the scores it reports, in percent; all digits would tell how many test images it has
+    methods: tuple[str, ...] = ()  # the methods this site takes part in; empty means all (MTL sends personal models)
 
     def __post_init__(self) -> None:
-        checked_name("federation", self.federation)
+        if not self.name:
+            raise ValueError("name is empty: fill it in, or give --name NAME")
+        _check_federation("federation", self.federation)
         checked_name("name", self.name)
         for method in self.methods:
-            hyperparameters(method)  # refuses a name that there is not
+            hyperparameters(method)  # refuses unknown names
         if self.threads < 0:
             raise ValueError(f"threads must not be negative, not {self.threads}")
         if not 0 <= self.score_digits <= 15:
             raise ValueError(f"score_digits must be from 0 to 15, not {self.score_digits}")
 
     @classmethod
-    def read(cls, path: str | Path) -> SiteSettings:
-        """Paths are relative to the file's folder."""
+    def read(cls, path: str | Path, **given: str | None) -> SiteSettings:
+        """Reads site.toml; values that are given replace its own. Paths are relative to the file's folder."""
         file = Path(path).expanduser().absolute()
         tables = _toml(file)
-        found: SiteSettings = section("site", cls, tables.pop("site", {}))
+        table = tables.pop("site", {})
         if tables:
             raise unknown("section", next(iter(tables)), ["site"])
-        data, state = (str(file.parent / Path(name).expanduser()) for name in (found.data, found.state))
-        return replace(found, data=data, state=state, test=str(file.parent / found.test) if found.test else "")
+        if isinstance(table, dict):
+            table |= {key: value for key, value in given.items() if value}
+        found: SiteSettings = section("site", cls, table)
+        data, state, test = (
+            str(file.parent / Path(name).expanduser()) if name else "" for name in (found.data, found.state, found.test)
+        )
+        return replace(found, data=data, state=state, test=test)
+
+    def toml(self) -> str:
+        return "[site]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in asdict(self).items())
 
 
 def _toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text("utf8"))
     except FileNotFoundError as error:
-        raise InputError(f"no such file: {file}") from error
+        raise InputError(f"no such file: {file}: `perada flower init` makes one") from error
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:  # bad TOML, or bytes that are no text
+    except ValueError as error:  # bad TOML, or not text
         raise InputError(f"{file}: not valid TOML: {error}") from error
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a site must know to do its part, the same for every site; it travels in every message, because
-    Flower starts a new process for each."""
+    """Everything that a site needs to know to do its part. It is the same for every site, and travels in every
+    message, because Flower starts a new process per message."""
 
     federation: str
     classes: tuple[str, ...]
     channels: int
     multilabel: bool
-    backbone: str  # sha256 of the frozen network's weights; a site that cannot make them itself is sent them
+    backbone: str  # sha256 of the frozen network's weights; a site that cannot make them is sent them
     config: Config = field(repr=False)
 
     @classmethod
     def of(cls, settings: ServerSettings, backbone: str) -> Plan:
-        """Without the server's own paths and choices of device: they are nobody else's business."""
+        """Makes the plan, without the server's own paths and its choice of device."""
         f, config = settings.federation, settings.config
-        weights = config.model.weights if config.model.weights in MADE_ANYWHERE else "random"
+        weights = config.model.weights if config.model.weights in BUILT_IN_WEIGHTS else "random"
         config = replace(
             config,
             model=replace(config.model, weights=weights),
@@ -237,32 +249,33 @@ class Plan:
         return cls(f.name, f.classes, f.channels, f.multilabel, backbone, config)
 
     def text(self) -> str:
-        """As one line of JSON; the same plan gives the same text."""
-        held = {k: getattr(self, k) for k in ("federation", "classes", "channels", "multilabel", "backbone")}
-        return json.dumps({**held, "config": self.config.as_dict()}, sort_keys=True)
+        """Returns the plan as one line of JSON; equal plans give equal texts."""
+        head = {k: getattr(self, k) for k in ("federation", "classes", "channels", "multilabel", "backbone")}
+        return json.dumps({**head, "config": self.config.as_dict()}, sort_keys=True)
 
     @classmethod
     def parse(cls, text: str) -> Plan:
         try:
-            found = json.loads(text)
-            config = from_tables(found["config"])
-            kinds: Mapping[str, type] = {"federation": str, "channels": int, "multilabel": bool, "backbone": str}
-            if any(not isinstance(found[k], kind) for k, kind in kinds.items()):
+            plan = json.loads(text)
+            named = (("model", "backbone"), ("model", "adapter"), ("method", "name"), ("data", "name"))
+            if any(names_code(str(plan["config"][section][key])) for section, key in named):  # before any import
+                raise ValueError("it names a module to import, which a server may not choose at a site")
+            config = from_tables(plan["config"])
+            kinds = {"federation": str, "channels": int, "multilabel": bool, "backbone": str}
+            if any(not isinstance(plan[k], kind) for k, kind in kinds.items()):
                 raise ValueError("a value of the wrong type")
-            classes = tuple(map(str, found["classes"]))
-            if config.model.weights not in MADE_ANYWHERE or config.distill.data != "none" or config.data.root:
-                raise ValueError("it names files or downloads, which a server has no say in at a site")
-            if names_code(config.model.backbone) or names_code(config.model.adapter):
-                raise ValueError("it names a module to import, which a server has no say in at a site")
-            if not SHA256.fullmatch(found["backbone"]):
-                raise ValueError("backbone is no sha256")
+            classes = tuple(map(str, plan["classes"]))
+            if config.model.weights not in BUILT_IN_WEIGHTS or config.distill.data != "none" or config.data.root:
+                raise ValueError("it names files or downloads, which a server may not choose at a site")
+            if not SHA256.fullmatch(plan["backbone"]):
+                raise ValueError("backbone is not a sha256")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
-                f"the server's plan cannot be read ({error}): do server and site run one version?"
+                f"the server's plan cannot be read ({error}): do server and site run the same version?"
             ) from error
-        return cls(classes=classes, config=config, **{k: found[k] for k in kinds})
+        return cls(classes=classes, config=config, **{k: plan[k] for k in kinds})
 
     @property
     def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The mean and the standard deviation of a channel that every site and the server divide by."""
+        """The mean and the standard deviation per channel that the server and every site normalise with."""
         return IMAGENET if self.channels == 3 else GREY[self.config.data.normalise]

@@ -181,9 +181,12 @@ def _is_auc(run: Run, summary: dict[str, Any], holdings: Holdings | None) -> boo
 
 
 def _sizes(run: Run, known: dict[str, int], holdings: Holdings | None) -> dict[str, int]:
-    if holdings is None:
+    """Returns numbers of parameters: those in the summary, and what else can be counted."""
+    if holdings is None or {"full", "trained"} <= known.keys():
         return known
     backbone, classes = run.config.model.backbone, len(holdings.classes)
-    if "full" not in known:
-        known["full"] = count_groups(backbone, classes)["full"]["parameters"]
-    return {**({} if "trained" in known else method_sizes(run.config.method_name, backbone, classes)), **known}
+    try:
+        full = count_groups(backbone, classes)["full"]["parameters"]
+        return {**method_sizes(run.config.method_name, backbone, classes), "full": full, **known}
+    except InputError:
+        return known  # of a network or method from Python, which is not here

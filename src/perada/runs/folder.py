@@ -64,12 +64,15 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One process at a time works in a folder. Who only looks (`at_work`) is gone in a moment: that is waited for."""
+def locked(path: Path, wait: float | None = None, busy: Exception | None = None) -> Iterator[None]:
+    """Lets one process at a time work in a folder.
+
+    Waits `wait` seconds (by default as long as `at_work` may look), and then raises `busy`.
+    """
     if fcntl is None:
         yield
         return
-    handle, until = os.open(path, os.O_RDONLY), time.monotonic() + LOOK_S
+    handle, until = os.open(path, os.O_RDONLY), time.monotonic() + (LOOK_S if wait is None else wait)
     try:
         while True:
             try:
@@ -78,7 +81,7 @@ def locked(path: Path) -> Iterator[None]:
             except OSError as error:
                 if time.monotonic() >= until:
                     what = f"another process is at work in {path}: wait for it, or choose another --out"
-                    raise InputError(what) from error
+                    raise busy or InputError(what) from error
                 time.sleep(0.01)
         yield
     finally:
@@ -106,6 +109,26 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def replaced(target: Path, mode: int = 0o777) -> Iterator[Path]:
+    """Yields a temporary folder to fill, which then takes the place of `target` in one step."""
+    part, old = (target.with_name(f".{target.name}.{word}") for word in ("part", "old"))
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True, mode=mode)
+    try:
+        yield part
+    except Exception:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    sync_folder(part)
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(target, old)
+    os.replace(part, target)
+    sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def save_state(path: Path, state: State, lane: int = 0) -> str:
@@ -276,30 +299,21 @@ class RunFolder:
         """Write `round-NNNN` beside the others and rename it into place; clients that did not change are
         links to the previous checkpoint's files."""
         target = self.checkpoints / f"round-{checkpoint.round:04d}"
-        part = self.checkpoints / f".{target.name}.part"
         try:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            hashes = {
-                f"{name}.safetensors": save_state(part / f"{name}.safetensors", state)
-                for name, state in (("server", checkpoint.server), ("broadcast", checkpoint.broadcast))
-            }
-            touched = set(changed)
-            for m, state in enumerate(checkpoint.clients):
-                name = f"kept-{m:04d}.safetensors"
-                if m in touched or name not in self._hashes or not self._link(name, part):
-                    hashes[name] = save_state(part / name, state)
-                else:
-                    hashes[name] = self._hashes[name]
-            note = {"round": checkpoint.round, "sha256": hashes, "note": checkpoint.note}
-            write_atomic(part / "state.json", json.dumps(jsonable(note), indent=1).encode())
-            sync_folder(part)
-            aside = self.checkpoints / f".{target.name}.old"
-            if target.exists():  # the same round again: see _found
-                os.replace(target, aside)
-            os.replace(part, target)
-            sync_folder(self.checkpoints)
-            shutil.rmtree(aside, ignore_errors=True)
+            with replaced(target) as part:  # killed between the two names: see _found
+                hashes = {
+                    f"{name}.safetensors": save_state(part / f"{name}.safetensors", state)
+                    for name, state in (("server", checkpoint.server), ("broadcast", checkpoint.broadcast))
+                }
+                touched = set(changed)
+                for m, state in enumerate(checkpoint.clients):
+                    name = f"kept-{m:04d}.safetensors"
+                    if m in touched or name not in self._hashes or not self._link(name, part):
+                        hashes[name] = save_state(part / name, state)
+                    else:
+                        hashes[name] = self._hashes[name]
+                note = {"round": checkpoint.round, "sha256": hashes, "note": checkpoint.note}
+                write_atomic(part / "state.json", json.dumps(jsonable(note), indent=1).encode())
         except OSError as error:
             raise OSError(f"cannot write {target}: {error.strerror}") from error
         self._hashes, self._newest = hashes, target

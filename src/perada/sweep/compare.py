@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..config import Config, resolve
 from ..config.settings import Settings, absolute, for_method, given, moved
@@ -19,33 +19,30 @@ from ..runs.folder import write_atomic
 from ..runs.names import resumable, whole_name
 from ..runs.run import Run, load
 from ..runs.train import OnProgress, train
-from .plan import PlanFolder, begun, check_all, choose_methods, keep_backbone, located, shared_backbone
+from .plan import Plan, begun, check_all, choose_methods, keep_backbone, shared_backbone
 from .workers import OnRun, Train, Trainings
 
 
-class Comparison:
+class Comparison(Plan):
     """The folder of a comparison: the plan, a run folder per method and seed, and the tables of what is finished."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.folder = PlanFolder(self.path, "comparison")
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        return self.folder.read()
+    kind, verb, file = "comparison", "compare", "plan.json"
+    keys: ClassVar = {"source": str, "methods": list, "seeds": list, "set": dict}
 
     @property
     def names(self) -> list[str]:
         plan = self.plan
         return [f"{method}-{seed}" for seed in plan["seeds"] for method in plan["methods"]]
 
-    def finished(self, name: str) -> bool:
-        return all((self.path / name / file).is_file() for file in ("summary.json", "report.html"))
+    def finished(self) -> list[str]:
+        """Returns the names of the finished runs."""
+        files = ("summary.json", "report.html")
+        return [n for n in self.names if all((self.path / n / file).is_file() for file in files)]
 
     @property
     def runs(self) -> list[Run]:
         """The finished ones."""
-        return [load(self.path / name) for name in self.names if self.finished(name)]
+        return [load(self.path / name) for name in self.finished()]
 
     def standings(self) -> standings.Standings:
         return standings.standings([run.summary for run in self.runs])
@@ -87,14 +84,13 @@ def compare(
     settings = given(set, data=data, device=device)
     if seeds is not None and seeds < 1:
         raise InputError(f"--seeds must be at least 1, not {seeds}")
-    folder, chosen = located("comparison", source, data, out, resume)
-    found, here = Comparison(folder.path), moved(settings)
-    new = () if resume else _planned(chosen, choose_methods(methods), seeds or 1, settings)
+    found, chosen = Comparison.at(source, data, out, resume)
+    new, here = () if resume else _planned(chosen, choose_methods(methods), seeds or 1, settings), moved(settings)
     federation = check_all(new[1].values()) if new else None
-    with folder.working(*new):
+    with found.working(*new):
         federation = federation or _continue(found, source, methods, seeds, settings)
         work = Trainings(found.names, found.finished, _trainer(found, here, federation), found.write_tables)
-        with resumable(folder.path, folder.command):
+        with resumable(found.path, found.command):
             work.run(jobs, federation.device, on_run, on_round, say, (_worker, found.path, here))
             found.write_tables()
             write_report(found.runs, found.path / "report.html")
@@ -119,18 +115,18 @@ def _continue(
     settings: Settings,
 ) -> Federation:
     """Returns the federation of the plan, after adding the methods and seeds that are new to it."""
-    plan, source = found.folder.resume(source, settings)
+    plan, source = found.resume(source, settings)
     known, first = found.names, plan["seeds"][0]
     wanted = plan["methods"] if methods is None else list(dict.fromkeys([*plan["methods"], *choose_methods(methods)]))
     many = max(len(plan["seeds"]), seeds or 1)
-    here = found.folder.config(known[0], moved(settings))
+    here = found.config(known[0], moved(settings))
     if wanted == plan["methods"] and many == len(plan["seeds"]):
         return check_all([here])
     plan = {**plan, "methods": wanted, "seeds": list(range(first, first + many))}
     new = {name: config for name, config in _configs(source, plan).items() if name not in known}
     federation = check_all([here, *(_as(config, here) for config in new.values())])
-    there = found.folder.config(known[0])
-    found.folder.write(plan, {name: _as(config, there) for name, config in new.items()}, source)
+    there = found.config(known[0])
+    found.write(plan, {name: _as(config, there) for name, config in new.items()}, source)
     return federation
 
 
@@ -157,15 +153,15 @@ def _configs(source: str, plan: Mapping[str, Any]) -> dict[str, Config]:
 def _worker(path: Path, here: Settings) -> Train:
     """Returns what a process of its own does with the name of a run."""
     found = Comparison(path)
-    first = found.folder.config(found.names[0], here)
+    first = found.config(found.names[0], here)
     return _trainer(found, here, build_federation(first.data, device_of(first.run.device)))
 
 
 def _trainer(found: Comparison, here: Settings, federation: Federation) -> Train:
     def one(name: str, on_round: OnProgress, say: Say, pool: Pool | None) -> None:
         path = found.path / name
-        started, shared = begun(path), shared_backbone(found.path, found.folder.config(name, here))
-        with found.folder.training(name):
+        started, shared = begun(path), shared_backbone(found.path, found.config(name, here))
+        with found.training(name):
             run = train(
                 str(found.path / "plan" / f"{name}.toml"),
                 set=here,

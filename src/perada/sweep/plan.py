@@ -8,9 +8,8 @@ import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Self
 
 from ..callbacks import OnRound
 from ..config import Config, resolve
@@ -28,11 +27,6 @@ from ..runs.names import chosen_source, free_path, newest_path, resumable, sourc
 from ..runs.rows import Evaluation
 from ..runs.train import OnProgress
 
-KINDS: dict[str, tuple[str, str, dict[str, type]]] = {  # the plan's file, the command, what the file must hold
-    "comparison": ("plan.json", "compare", {"source": str, "methods": list, "seeds": list, "set": dict}),
-    "search": ("search.json", "tune", {"source": str, "methods": list, "set": dict, "grid": dict, "points": list}),
-}
-
 
 def choose_methods(methods: str | Sequence[str] | None) -> list[str]:
     """Returns the names in the order given; `a,b,c`, a list, or `all` (None)."""
@@ -46,33 +40,48 @@ def choose_methods(methods: str | Sequence[str] | None) -> list[str]:
     return list(REGISTRY) if "all" in names else list(dict.fromkeys(names))
 
 
-@dataclass(frozen=True)
-class PlanFolder:
-    """A folder with a plan: plan.json or search.json, a configuration per training, and a copy of the source."""
+class Plan:
+    """A folder of trainings that were planned together: the plan, a configuration per training, and the source."""
 
-    path: Path
-    kind: Literal["comparison", "search"]
+    kind: ClassVar[str]
+    verb: ClassVar[str]  # the command: perada VERB
+    file: ClassVar[str]  # holds the plan, an object with these keys:
+    keys: ClassVar[Mapping[str, type]]
 
-    @property
-    def file(self) -> Path:
-        return self.path / KINDS[self.kind][0]
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def at(cls, source: str | None, data: str | Path | None, out: str | Path | None, resume: bool) -> tuple[Self, str]:
+        """Returns an old plan or a new one, whose folder is not made yet, and the preset or file to use."""
+        chosen = chosen_source(source, None if data is None else str(data))
+        path = Path(out) if out is not None else Path("runs") / f"{cls.verb}-{source_name(chosen)}"
+        if out is None:
+            path = newest_path(path) if resume else free_path(path)
+        found = cls(path)
+        if resume:
+            _ = found.plan  # refused here if there is none
+        else:
+            found.refuse_taken()
+        return found, chosen
 
     @property
     def command(self) -> str:
-        return f"perada {KINDS[self.kind][1]}"
+        return f"perada {self.verb}"
 
-    def read(self) -> dict[str, Any]:
+    @property
+    def plan(self) -> dict[str, Any]:
         try:
-            return dict(json.loads(self.file.read_text("utf8")))
+            return dict(json.loads((self.path / self.file).read_text("utf8")))
         except OSError as error:
             raise InputError(
-                f"{self.path} is not a {self.kind} (no {self.file.name}): check --out, or start one without --resume"
+                f"{self.path} is not a {self.kind} (no {self.file}): check --out, or start one without --resume"
             ) from error
         except (ValueError, TypeError) as error:
             raise self._damaged() from error
 
     def _damaged(self) -> InputError:
-        return InputError(f"{self.file} is damaged: start again with another --out")
+        return InputError(f"{self.path / self.file} is damaged: start again with another --out")
 
     def write(self, plan: Mapping[str, Any], configs: Mapping[str, Config], source: str) -> None:
         """Writes the configurations first, then the plan that names them: a plan that is there is whole."""
@@ -85,7 +94,7 @@ class PlanFolder:
                 shutil.copyfile(Path(source).expanduser(), copy)
             for name, config in configs.items():
                 write_atomic(self.path / "plan" / f"{name}.toml", config.toml().encode())
-            write_atomic(self.file, (json.dumps(plan, indent=1) + "\n").encode())
+            write_atomic(self.path / self.file, (json.dumps(plan, indent=1) + "\n").encode())
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -97,8 +106,8 @@ class PlanFolder:
 
     def resume(self, source: str | None, settings: Settings) -> tuple[dict[str, Any], str]:
         """Returns the plan and its source; refuses a damaged plan, and settings that are not the plan's."""
-        plan = self.read()
-        for key, kind in KINDS[self.kind][2].items():
+        plan = self.plan
+        for key, kind in self.keys.items():
             if not isinstance(plan.get(key), kind) or not (plan[key] or kind is dict):
                 raise self._damaged()
         if source is not None and whole_name(source) != plan["source"]:
@@ -121,7 +130,7 @@ class PlanFolder:
             names = {"a file"}
         except OSError as error:
             raise self._unwritable(error) from error
-        if self.file.name in names:
+        if self.file in names:
             raise InputError(f"{self.path} exists: --resume continues it, --out picks another")
         if any(n not in ("plan", "source.toml") and n[0] != "." for n in names):
             raise InputError(f"{self.path} holds something else: choose another --out")
@@ -152,35 +161,15 @@ class PlanFolder:
             raise RunError(f"{name}: {error.what}", f"what is finished is saved: {again}") from error
 
 
-def located(
-    kind: Literal["comparison", "search"],
-    source: str | None,
-    data: str | Path | None,
-    out: str | Path | None,
-    resume: bool,
-) -> tuple[PlanFolder, str]:
-    """Returns the folder of an old plan or of a new one, which is not made yet, and the preset or file to use."""
-    chosen = chosen_source(source, None if data is None else str(data))
-    path = Path(out) if out is not None else Path("runs") / f"{KINDS[kind][1]}-{source_name(chosen)}"
-    if out is None:
-        path = newest_path(path) if resume else free_path(path)
-    folder = PlanFolder(path, kind)
-    if resume:
-        folder.read()
-    else:
-        folder.refuse_taken()
-    return folder, chosen
-
-
 def check_all(configs: Iterable[Config]) -> Federation:
     """Returns the one federation of them all; refuses before the first training whatever can be refused."""
     first, *others = configs
     federation = build_federation(first.data, device_of(first.run.device))
     for config in (first, *others):
-        if config.data != first.data:
-            raise InputError(
-                f"{config.method_name} and {first.method_name} differ in their [data] settings: all share one split"
-            )
+        for name, value in vars(first.data).items():
+            if getattr(config.data, name) != value:
+                both = f"{config.method_name} and {first.method_name}"
+                raise InputError(f"{both} differ in DataOptions.{name}: all share one split")
         build(config, federation=federation, pretrain=_not_now)
     return federation
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..config import Config, resolve, toml_value, tune_grid
 from ..config.build import check
@@ -18,27 +18,22 @@ from ..data import Federation
 from ..errors import InputError
 from ..experiment import Say
 from ..lanes import Pool
+from ..methods import REGISTRY
 from ..runs.folder import write_atomic
 from ..runs.jsonfiles import read_rows
 from ..runs.names import resumable, whole_name
 from ..runs.train import OnProgress
-from .plan import PlanFolder, begun, check_all, choose_methods, located, validated
+from .plan import Plan, begun, check_all, choose_methods, validated
 from .workers import OnRun, Train, Trainings, shares
 
 Grid = Mapping[str, Sequence[Any]]
 
 
-class Search:
-    """A finished or unfinished search: its folder has the plan, a line of results.jsonl per finished point, and, at
-    the end, `tuned.toml`."""
+class Search(Plan):
+    """The folder of a search: the plan, a line of results.jsonl per finished point, and, at the end, tuned.toml."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.folder = PlanFolder(self.path, "search")
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        return self.folder.read()
+    kind, verb, file = "search", "tune", "search.json"
+    keys: ClassVar = {"source": str, "methods": list, "set": dict, "grid": dict, "points": list}
 
     @property
     def points(self) -> dict[str, dict[str, Any]]:
@@ -49,8 +44,9 @@ class Search:
         kinds = {"method": str, "settings": dict, "local_val": float | None}
         return read_rows(self.path / "results.jsonl", kinds)
 
-    def finished(self, name: str) -> bool:
-        return any(_name(result) == name for result in self.results())
+    def finished(self) -> list[str]:
+        """Returns the names of the finished points."""
+        return [_name(result) for result in self.results()]
 
     def record(self, result: Mapping[str, Any]) -> None:
         lines = [json.dumps(r) + "\n" for r in [*self.results(), result]]
@@ -74,12 +70,13 @@ class Search:
 
     def write_tuned(self) -> None:
         """Writes the first method's settings, and in `[methods.NAME]` what differs for another or was chosen."""
-        base = self.folder.config(self.plan["methods"][0])
+        base = self.config(self.plan["methods"][0])
         parts = [base.toml()]
         for method, result in self.best().items():
-            settings = of_method(self.folder.config(method), base, result["settings"])
+            settings = of_method(self.config(method), base, result["settings"])
             lines = "".join(f"{key} = {toml_value(value)}\n" for key, value in settings.items())
-            parts.append(f"# local validation {result['local_val']:.2f}\n[methods.{method}]\n{lines}")
+            name = method if method in REGISTRY else toml_value(method)  # a path of another package is quoted
+            parts.append(f"# local validation {result['local_val']:.2f}\n[methods.{name}]\n{lines}")
         write_atomic(self.path / "tuned.toml", "\n".join(parts).encode())
 
 
@@ -103,10 +100,9 @@ def tune(
     of the paper's. A setting in `set` is not searched.
     """
     settings = given(set, data=data, device=device)
-    folder, chosen = located("search", source, data, out, resume)
-    search = Search(folder.path)
+    search, chosen = Search.at(source, data, out, resume)
     new = () if resume else _planned(chosen, choose_methods(methods), settings, dict(grid or {}))
-    with folder.working(*new):
+    with search.working(*new):
         if resume:
             _check_same(search, source, methods, grid, settings)
         points = search.points
@@ -114,7 +110,7 @@ def tune(
         say(f"{len(points)} training{'s' if len(points) > 1 else ''}")
         jobs = 0 if shares(federation.device) else 1
         work = Trainings(list(points), search.finished, _trainer(search, points, settings, federation))
-        with resumable(folder.path, folder.command):
+        with resumable(search.path, search.command):
             work.run(jobs, federation.device, on_run, on_round, say)
             search.write_tuned()
     return search
@@ -149,7 +145,7 @@ def _planned(
     for config in made:
         check(config, federation)
     if not any(len(c.val) for c in federation.clients):
-        raise InputError("tuning needs validation data at the clients: raise data.val")
+        raise InputError("tuning needs validation data at the clients: raise DataOptions.val")
     plan = {"source": whole_name(source), "methods": methods, "set": absolute(settings, made[0])}
     return {**plan, "grid": grid, "points": points}, configs, source
 
@@ -162,16 +158,16 @@ def _check_same(
     settings: Settings,
 ) -> None:
     """Refuses methods and grids that are not the plan's: a search continues as it was begun."""
-    plan, _ = search.folder.resume(source, settings)
+    plan, _ = search.resume(source, settings)
     if methods is not None and choose_methods(methods) != plan["methods"]:
-        raise search.folder.other("other methods")
+        raise search.other("other methods")
     if grid and {k: list(v) for k, v in grid.items()} != plan["grid"]:
-        raise search.folder.other("another grid")
+        raise search.other("another grid")
 
 
 def _config(search: Search, point: Mapping[str, Any], settings: Settings) -> Config:
     """Returns a point of the plan as a run that is evaluated once, at its end, and not on shifted images."""
-    config = search.folder.config(point["method"], {**point["settings"], **moved(settings)})
+    config = search.config(point["method"], {**point["settings"], **moved(settings)})
     return replace(config, run=replace(config.run, eval_every=config.train.rounds, shifts=False))
 
 
@@ -185,7 +181,7 @@ def _trainer(
         path = search.path / ("current" if pool is None else f"current-{list(points).index(name)}")
         if begun(path) and (path / "config.toml").read_text() != config.toml():
             shutil.rmtree(path)  # of another point
-        with search.folder.training(name):
+        with search.training(name):
             last = validated(search.path, path, config, federation, on_round, say, pool=pool)
             search.record({**points[name], "local_val": last.scores["local_val"].mean})
             shutil.rmtree(path)

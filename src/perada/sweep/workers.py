@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -45,7 +45,7 @@ class Trainings:
     """The trainings of a plan. `after` is called after each of them."""
 
     names: Sequence[str]
-    finished: Callable[[str], bool]
+    finished: Callable[[], Collection[str]]
     train: Train
     after: Callable[[], None] = lambda: None
 
@@ -62,15 +62,16 @@ class Trainings:
 
         worker: a function that returns `train` in a process of its own, and its arguments.
         """
-        left = [n for n in self.names if not self.finished(n)]
+        finished = self.finished()
+        left = [n for n in self.names if n not in finished]
         speak = cache(say)  # several runs would say the same of their data
 
         def tell(text: str) -> None:
-            on_run(sum(map(self.finished, self.names)), len(self.names), text)
+            on_run(len(self.finished()), len(self.names), text)
 
         def done(name: str) -> None:
             self.after()
-            tell("done" if all(map(self.finished, self.names)) else f"{name} done")
+            tell("done" if len(self.finished()) == len(self.names) else f"{name} done")
 
         def pooled(name: str, pool: Pool) -> None:
             def heard(progress: Progress) -> None:

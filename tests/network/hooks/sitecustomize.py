@@ -4,38 +4,35 @@ starts any app, as one in wrong hands would."""
 
 import sys
 
-if "perada.flower.warm" in sys.orig_argv:
+if "perada.flower.superexec" in sys.orig_argv:
     import json
     import os
     import time
     from pathlib import Path
 
-    import numpy as np
-    from flwr.app import Array
+    import torch
+    from flwr.app import Array, ArrayRecord
+    from safetensors.torch import load, save
 
     from perada.flower import app, processes
-    from perada.flower import site as sites
-    from perada.flower.messages import read_about
+    from perada.flower.messages import FORMAT, STATE, read_about
+    from perada.runs import folder as runs
 
     processes.LATE = 5.0
     NAME = "params/fc.weight"
 
-    def _spoil(record, what):
-        values = record[NAME].numpy().copy()
+    def _spoil(tensors, what):
         if what == "nan":
-            values.flat[0] = np.nan
+            tensors[NAME].view(-1)[0] = torch.nan
         elif what == "shape":
-            values = values[..., :-1]
+            tensors[NAME] = tensors[NAME][..., :-1].contiguous()
         elif what == "dtype":
-            values = values.astype(np.float64)
+            tensors[NAME] = tensors[NAME].double()
         elif what == "missing":
-            del record[NAME]
-            return
+            del tensors[NAME]
         elif what == "norm":
-            for name in list(record):
-                record[name] = Array(record[name].numpy() * np.float32(1e6))
-            return
-        record[NAME] = Array(np.ascontiguousarray(values))
+            for tensor in tensors.values():
+                tensor *= 1e6
 
     def _stop(mark):
         """In the middle of writing a round: its files are there, the folder has not got its name yet."""
@@ -51,10 +48,13 @@ if "perada.flower.warm" in sys.orig_argv:
             home.with_name(f"asleep-{site.settings.name}-{about.round}").touch()
             time.sleep(float(what.removeprefix("sleep ")))
         if what == "stop writing":
-            sites.sync_folder = lambda folder: _stop(home.with_name(f"asleep-{site.settings.name}-{about.round}"))
+            runs.sync_folder = lambda folder: _stop(home.with_name(f"asleep-{site.settings.name}-{about.round}"))
         found = _right(site, content)
         if what and not what.startswith(("sleep", "stop")):
-            _spoil(found["state"], what)
+            tensors = load(found["state"][STATE].data)
+            _spoil(tensors, what)
+            data = save(tensors)
+            found["state"] = ArrayRecord({STATE: Array("uint8", (len(data),), FORMAT, data)})
         return found
 
     app.handle = _wrong

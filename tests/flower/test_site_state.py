@@ -1,4 +1,4 @@
-"""A site's own disk: whole or refused, one writer, nothing lost."""
+"""A site's own disk: entries are intact or refused, there is one writer, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from perada.errors import InputError
 from perada.flower import app, commands
 from perada.flower.export import export, personal, predict
 from perada.flower.messages import Refused, flat
-from perada.flower.site import Entry, SiteState
+from perada.flower.site_state import Entry, SiteState
 from perada.lanes import State
 from perada.models.resnet import resnet
 
@@ -87,7 +87,7 @@ def test_a_damaged_entry_is_refused_and_the_older_one_stays(state: SiteState, na
     state.save("run", entry(1, 0))
     before = tree(state.path / "run" / "round-0000")
     damage(state.path / "run" / "round-0001" / name, how)
-    with pytest.raises(InputError, match=r"round-0001 is damaged .*: move it away to go on from the round before"):
+    with pytest.raises(InputError, match=r"round-0001 is damaged .*: move it away to continue from the round before"):
         state.before("run", 2)
     shutil.move(state.path / "run" / "round-0001", state.path / "aside")
     found = state.before("run", 2)
@@ -121,8 +121,8 @@ def test_one_process_at_a_time(state: SiteState) -> None:
 
 def test_a_write_that_dies_halfway_leaves_the_old_entry(state: SiteState, monkeypatch: pytest.MonkeyPatch) -> None:
     state.save("run", entry(0))
-    monkeypatch.setattr("perada.flower.site.write_atomic", _full)
-    with pytest.raises(InputError, match="No space left on device; the round before it is whole"):
+    monkeypatch.setattr("perada.flower.site_state.write_atomic", _full)
+    with pytest.raises(InputError, match="No space left on device; the round before it is intact"):
         state.save("run", entry(1, 0))
     monkeypatch.undo()
     assert state.rounds("run") == [0]
@@ -179,7 +179,7 @@ def test_what_a_site_is_told_names_none_of_its_files(tmp_path: Path, capfd: pyte
     path, _ = run(world)
     refused = [e["detail"] for e in events(path) if e["event"] == "refused"]
     assert refused == ["node 3: west: bad input at the site, see its log"]
-    assert "class 'patient-0' is none of the federation's" in capfd.readouterr().err
+    assert "class 'patient-0' is not one of the federation's" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["perada", "fedbn", "apfl", "fedavg", "fedavg-ft"])

@@ -1,0 +1,163 @@
+"""What a site keeps on its own disk: its personal state after each round, and what it answered.
+
+    STATE/FEDERATION/SITE/RUN/round-0003/   kept.safetensors     after training in round 3: never sent
+                                            reply.safetensors    what was uploaded
+                                            state.json           round, digest of what it was trained from, checksums
+    STATE/FEDERATION/SITE/RUN/plan.json, received.safetensors    the newest plan and broadcast, to use the model with
+    STATE/FEDERATION/SITE/backbone-SHA.safetensors               the server's frozen weights, if they are a file
+
+The state before a round is that of the entry before it. If the server asks for a round again (it died before it saved
+the round), the site repeats its answer: it never trains a round twice from the same broadcast. A new run begins from
+the method's first state, unless the server names a run to continue from. Older runs stay on the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..lanes import State
+from ..runs.folder import load_state, locked, replaced, save_state, write_atomic
+from .messages import Refused
+
+KEEP = 3  # entries: two rounds can be asked for again, each with the state before it
+_ENTRY = re.compile(r"round-(\d{4,})")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One round that this site has trained."""
+
+    round: int
+    previous: int | None  # the round trained before this one; None if it began from the method's first state
+    received: str  # `messages.digest` of what it was trained from
+    kept: State
+    upload: State
+    said: dict[str, Any]  # the numbers of the reply
+
+
+class SiteState:
+    """The folder of one site in one federation."""
+
+    def __init__(self, state: Path, federation: str, site: str) -> None:
+        self.path = state / federation / site
+
+    @contextmanager
+    def locked(self, within: float) -> Iterator[None]:
+        """Lets one process at a time work: another one may still train a round whose deadline has passed."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot write to {self.path}: {error.strerror}") from error
+        with locked(self.path, within, Refused("busy with an earlier round")):
+            yield
+
+    def rounds(self, run: str) -> list[int]:
+        """Returns the rounds that have an entry, oldest first."""
+        home = self.path / run
+        names = (_ENTRY.fullmatch(p.name) for p in home.iterdir()) if home.is_dir() else ()
+        return sorted(int(m[1]) for m in names if m)
+
+    def entry(self, run: str, round: int) -> Entry:
+        """Returns an entry; refuses a damaged one, and leaves the older ones as they are."""
+        path = self._folder(run, round)
+        try:
+            note = json.loads((path / "state.json").read_text("utf8"))
+            for name, expected in note["sha256"].items():
+                if hashlib.sha256((path / name).read_bytes()).hexdigest() != expected:
+                    raise ValueError(f"{name} does not match its checksum")
+            return Entry(
+                round=note["round"],
+                previous=note["previous"],
+                received=note["received"],
+                kept=load_state(path / "kept.safetensors"),
+                upload=load_state(path / "reply.safetensors"),
+                said=note["said"],
+            )
+        except (InputError, OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{path} is damaged ({error}): move it away to continue from the round before it, which is intact"
+            ) from error
+
+    def before(self, run: str, round: int) -> State | None:
+        """Returns what the site kept when `round` began, or None if it had trained no round."""
+        rounds = self.rounds(run)
+        earlier = [r for r in rounds if r < round]
+        if earlier:
+            return self.entry(run, earlier[-1]).kept
+        if rounds and (first := self.entry(run, rounds[0])).previous is not None:
+            raise Refused(f"its state before round {round} is gone: it keeps rounds {first.round} and later")
+        return None
+
+    def newest(self, run: str) -> State | None:
+        """Returns what the site keeps now."""
+        rounds = self.rounds(run)
+        return self.entry(run, rounds[-1]).kept if rounds else None
+
+    def answered(self, run: str, round: int, received: str) -> Entry | None:
+        """Returns the entry of this very work, or None if it was not done yet."""
+        rounds = self.rounds(run)
+        if round in rounds and (entry := self.entry(run, round)).received == received:
+            return entry
+        if rounds and rounds[-1] > round:
+            raise Refused(f"it is past round {round}: it has trained round {rounds[-1]}")
+        return None
+
+    def save(self, run: str, entry: Entry) -> None:
+        """Writes `round-NNNN` and removes the oldest entry; the same round from another broadcast is replaced."""
+        target = self._folder(run, entry.round)
+        states = {"kept.safetensors": entry.kept, "reply.safetensors": entry.upload}
+        note = {k: getattr(entry, k) for k in ("round", "previous", "received", "said")}
+        try:
+            with replaced(target, mode=0o700) as part:
+                hashes = {name: save_state(part / name, state) for name, state in states.items()}
+                write_atomic(part / "state.json", json.dumps({**note, "sha256": hashes}, indent=1).encode())
+        except OSError as error:
+            raise InputError(f"cannot write {target}: {error.strerror}; the round before it is intact") from error
+        for old in self.rounds(run)[:-KEEP]:
+            shutil.rmtree(self._folder(run, old), ignore_errors=True)
+
+    def save_broadcast(self, run: str, plan: str, start: str, start_round: int, broadcast: State) -> None:
+        """Saves what the site's model needs besides its kept state."""
+        home = self.path / run
+        try:
+            home.mkdir(parents=True, exist_ok=True, mode=0o700)
+            save_state(home / "received.safetensors", broadcast)
+            note = {"plan": plan, "start": start, "start_round": start_round}
+            write_atomic(home / "plan.json", json.dumps(note).encode())
+        except OSError as error:
+            raise InputError(f"cannot write to {home}: {error.strerror}") from error
+
+    def load_broadcast(self, run: str) -> tuple[str, str, int, State]:
+        """Returns the plan, the run that this one continues, how many rounds of it were done, and the broadcast."""
+        home = self.path / run
+        try:
+            note = json.loads((home / "plan.json").read_text("utf8"))
+            return note["plan"], note["start"], int(note["start_round"]), load_state(home / "received.safetensors")
+        except (OSError, ValueError, KeyError) as error:
+            raise InputError(f"{home}: plan.json is damaged ({error}): take part in another round") from error
+
+    def runs(self) -> list[str]:
+        """Returns the ids of the runs that this site took part in, the newest last."""
+        plans = sorted(self.path.glob("*/plan.json"), key=lambda file: file.stat().st_mtime)
+        return [file.parent.name for file in plans]
+
+    def _folder(self, run: str, round: int) -> Path:
+        return self.path / run / f"round-{round:04d}"
+
+    # The server's frozen weights
+
+    def backbone(self, sha256: str) -> Path | None:
+        path = self.path / f"backbone-{sha256[:16]}.safetensors"
+        return path if path.is_file() else None
+
+    def save_backbone(self, sha256: str, data: bytes) -> None:
+        write_atomic(self.path / f"backbone-{sha256[:16]}.safetensors", data)
