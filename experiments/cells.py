@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from perada.report.standings import pipes as table
 
@@ -36,5 +37,11 @@ def accepted(several: Sequence[Result]) -> str:
 def changed(experiment: Experiment, result: Result) -> str:
     hidden = {"method.name", "run.seed", "run.checkpoint_every", "train.rounds"}
     kept = {k: v for k, v in result["settings"].items() if k not in hidden and experiment.settings.get(k, MISSING) != v}
-    shown = ", ".join(f"{k.partition('.')[2]} {v}" for k, v in kept.items())
+    shown = ", ".join(f"{k.partition('.')[2]} {_brief(v)}" for k, v in kept.items())
     return shown or ("no distillation" if result["method"] == "perada-no-kd" else "as it begins")
+
+
+def _brief(value: Any) -> Any:
+    """Returns a setting, and a long list by its ends."""
+    long = isinstance(value, list) and len(value) > 6
+    return f"{value[0]} to {value[-1]} ({len(value)} values)" if long else value

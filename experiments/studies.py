@@ -159,7 +159,7 @@ def settle() -> Experiment:
         },
         trials=tuple(trial(name, group) for group, names in SETTLE.items() for name in names),
         choices=(
-            Choice("distillation", distillation, "settle", "", "no-kd", ("wide", "authors")),
+            Choice("distillation", distillation, "settle", "", "no-kd", ("wide", "authors"), "wide"),
             *(tuned(method) for method in ("no-kd", "recipe", "ditto")),
         ),
         seconds=SECONDS,

@@ -106,11 +106,14 @@ class Scores:
 def scores_of(experiment: Experiment, variant: str, found: Mapping[str, Validation]) -> Scores | None:
     """Returns a variant's scores over its seeds; None while a seed has no run that is done."""
     seeds = {experiment.trial(run).settings["run.seed"] for run in experiment.runs_of(variant)}
+    means = seeds_of(experiment, variant, found)
+    return _mean(list(means.values())) if means and means.keys() == seeds else None
+
+
+def seeds_of(experiment: Experiment, variant: str, found: Mapping[str, Validation]) -> dict[int, Scores]:
+    """Returns seed -> the mean of a variant's equal runs that are done, in the order of the seeds."""
     equal = _equal_runs(experiment, found)
-    if not seeds or any((variant, seed) not in equal for seed in seeds):
-        return None
-    means = [_mean(equal[variant, seed]) for seed in sorted(seeds)]
-    return _mean(means)
+    return {seed: _mean(runs) for (of, seed), runs in sorted(equal.items()) if of == variant}
 
 
 def noise_of(experiment: Experiment, found: Mapping[str, Validation]) -> Scores | None:

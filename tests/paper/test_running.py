@@ -17,6 +17,7 @@ from small import adapters, tree
 
 from experiments import results
 from experiments.running import Clock, lay_over, run_experiment, state_of
+from perada.client.cohort import Uploads
 from perada.errors import InputError, Interrupted, RunError
 from perada.experiment import Experiment, Progress
 
@@ -278,16 +279,16 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(whole: Path, tmp_path: Path, 
 def test_a_machine_that_fails_leaves_one_line_and_what_was_done(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a run that is tested, and of one that stands for election."""
+    """Of a run that is tested, and of a candidate of a choice."""
     plan = staged() if run == "no-kd" else two()
-    step = Experiment.round
+    gather = Experiment.gather
 
-    def fail(sim: Experiment) -> None:
-        if sim.now.round == 1:
+    def fail(experiment: Experiment) -> Uploads:
+        if experiment.now.round == 1:
             raise MemoryError("no room")
-        step(sim)
+        return gather(experiment)
 
-    monkeypatch.setattr(Experiment, "round", fail)
+    monkeypatch.setattr(Experiment, "gather", fail)
     with pytest.raises(RunError, match=f"^{run}: no room; what is finished is saved: the same command goes on"):
         run_experiment(plan, place(tmp_path))
     assert (tmp_path / "runs" / "digits" / run / "checkpoints" / "round-0001").is_dir()

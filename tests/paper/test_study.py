@@ -135,7 +135,9 @@ def test_poisoned_validation_labels_are_seen(
 def test_the_server_score_is_each_personal_models_accuracy_on_the_servers_images() -> None:
     sim = build(resolve("digits", TINY))
     sim.round()
-    found = sim.evaluate(("server",))["server_val"]["per_client"]
+    row = sim.evaluate(("server",))
+    assert row is not None
+    found = row.scores["server_val"].per_client
     held, lanes = sim.federation.server_val, sim.personal()
     images = sim.federation.prepare(sim.federation.take(held), torch.float32)
     for m, client in enumerate(sim.federation.clients):
