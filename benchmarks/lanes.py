@@ -123,7 +123,7 @@ class Bench:
             for _ in range(self.steps):
                 optimiser.zero_grad()
                 F.cross_entropy(self.net(self.images[k]), self.targets[k]).backward()
-                optimiser.round()
+                optimiser.step()
             _copy(done, k, held, into_model=False)
         return done
 

@@ -79,7 +79,7 @@ def plain_steps(adapters: bool) -> dict[str, Callable[[], None]]:
             if pulled:
                 loss = loss + 0.5 * sum(((p - c) ** 2).sum() for p, c in zip(trained, centre, strict=True))
             loss.backward()
-            sgd.round()
+            sgd.step()
 
         made[kind] = step
     return made

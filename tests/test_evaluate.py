@@ -189,9 +189,12 @@ def test_the_global_model_is_scored_only_where_there_is_one(sim: Experiment) -> 
     logits = plain_broadcast(sim)
     pool = sim.federation.test
     right = logits.argmax(-1) == sim.federation.targets[pool]
-    assert row["global_model"]["global_test"] == pytest.approx(100 * float(right.double().mean()))
-    alone = build(small(method__name="standalone"))
-    assert alone.evaluate()["global_model"] is None
+    assert row is not None
+    assert row.global_model == pytest.approx(100 * float(right.double().mean()))
+    alone = build(small(method__name="standalone")).evaluate()
+    assert alone is not None
+    assert not alone.has_global_model
+    assert alone.as_dict()["global_model"] is None
 
 
 def plain_broadcast(sim: Experiment) -> Tensor:
@@ -203,7 +206,7 @@ def plain_broadcast(sim: Experiment) -> Tensor:
 
 def test_shifted_scores_are_those_of_plain_modules_on_shifted_images(sim: Experiment) -> None:
     run = perada.Run.__new__(perada.Run)
-    run.__dict__.update(simulation=sim, federation=sim.federation, config=sim.config)
+    run.__dict__.update(experiment=sim, federation=sim.federation, config=sim.config)
     pool = sim.federation.test
     images = torch.from_numpy(corrupt(sim.federation.images[pool].numpy(), "gaussian_blur", 4))
     found = run.evaluate(["gaussian_blur:4"])["gaussian_blur:4"]
@@ -214,7 +217,7 @@ def test_shifted_scores_are_those_of_plain_modules_on_shifted_images(sim: Experi
 
 def test_all_severities_are_their_mean(sim: Experiment) -> None:
     run = perada.Run.__new__(perada.Run)
-    run.__dict__.update(simulation=sim, federation=sim.federation, config=sim.config)
+    run.__dict__.update(experiment=sim, federation=sim.federation, config=sim.config)
     each = run.evaluate([f"contrast:{s}" for s in range(1, 6)])
     every = run.evaluate(["contrast"])["contrast"].per_client
     for name, value in every.items():

@@ -165,8 +165,8 @@ def pretrain(images: Bytes, labels: NDArray[np.int64], seed: int, epochs: int) -
             loss = nn.functional.cross_entropy(net(inputs[chosen]), targets[chosen])
             optimiser.zero_grad()
             loss.backward()
-            optimiser.round()
-            plan.round()
+            optimiser.step()
+            plan.step()
             total += loss.item() * size
         print(f"epoch {epoch + 1}/{epochs}: loss {total / len(order):.3f}", flush=True)
     return net

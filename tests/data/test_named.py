@@ -90,7 +90,7 @@ def test_it_trains_and_is_loaded_by_its_name(tmp_path: Path, capsys: pytest.Capt
         ("nowhere.sets:blobs", "data set 'nowhere.sets:blobs': no module 'nowhere': install it"),
         ("others.broken:blobs", "importing others.broken fails: ModuleNotFoundError: No module named 'no_such_module'"),
         ("others.sets:blob", "data set 'others.sets:blob': module 'others.sets' has no 'blob'"),
-        ("others.sets:thing", "data set 'others.sets:thing' is a int, which cannot be called"),
+        ("others.sets:thing", "data set 'others.sets:thing' is of type int, which cannot be called"),
         ("others.sets:fails", "data set 'others.sets:fails' cannot be made: KeyError: 'lost'"),
         ("others sets:blobs", "data set 'others sets:blobs' is not a name and not package.module:callable"),
         ("others.sets:number", "must return a perada.data.Source, not int"),

@@ -261,7 +261,7 @@ def test_a_model_can_be_trained_further(run: Path) -> None:
     optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
     loss = torch.nn.functional.cross_entropy(model(digits_ready()), torch.from_numpy(load_digits().target[:50]))
     loss.backward()
-    optimiser.round()
+    optimiser.step()
     assert all(p.grad is not None for n, p in model.named_parameters() if "adapter.norm.bias" not in n)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from perada import adapt
 from perada.adapters import Residual
 from perada.errors import InputError
-from perada.lanes import Batch, LaneModel, State, gather, sgd
+from perada.lanes import Batch, LaneModel, State, gather, ops, ops_for, sgd
 
 from . import oracle
 from .networks import NETWORKS, network
@@ -88,6 +89,23 @@ def test_a_lane_does_not_depend_on_the_others(name: str, trained: str) -> None:
             [STEPS[k]],
         ).state
         assert_lane(together, k, {n: t[0] for n, t in {**alone.params, **alone.buffers}.items()})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is a Linux package")
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [("separable", "full"), ("separable", "adapter"), ("padded", "adapter"), ("bottleneck", "full")],
+)
+def test_the_fast_path_computes_the_same(name: str, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter; activations in place follow norms that its kernels compute."""
+    _, model = problem(name, trained)
+    start = noisy(model.initial(K))
+    plain = sgd(model, start, batches, cross_entropy, [0.1] * K, STEPS).state
+    monkeypatch.setattr(ops, "DEVICES", ("cpu",))
+    fast = sgd(problem(name, trained)[1], start, batches, cross_entropy, [0.1] * K, STEPS).state
+    assert ops_for(torch.device("cpu")).fast
+    for k in range(K):
+        assert_lane(fast, k, {n: t[k] for n, t in {**plain.params, **plain.buffers}.items()})
 
 
 @pytest.mark.parametrize("name", NETWORKS)

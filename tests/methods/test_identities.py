@@ -332,7 +332,7 @@ def quadratics(monkeypatch: pytest.MonkeyPatch, method: Method, *clients: tuple[
     pixels = pixel_federation(*[[(85 * x, y)] * 2 for x, y in clients])
     settings = {"train__epochs": 2, "train__batch": 2, "train__lr": 0.1, "train__cohort": 0, "method__name": "fedavg"}
     config = small(run__precision="fp64", **{**settings, **set})
-    return experiment(Pixel((1.0,), 1), dataclasses.replace(pixels, std=(1 / 3,)), config, method)
+    return experiment(Pixel((1.0,), 1), dataclasses.replace(pixels, std=(1 / 3,), classes=("y",)), config, method)
 
 
 A, B, C = (1, 0), (2, 6), (3, -3)  # ∇L: w, 4w − 12, 9w + 9; minima 0, 3, −1; the sums' 2.4 (A, B) and 3/14 (all)

@@ -117,4 +117,4 @@ def test_an_interruption_says_how_to_go_on(
 
     monkeypatch.setattr(commands, "run_experiment", stop)
     assert run_experiments(words(tmp_path, "digits")) == 130
-    assert capsys.readouterr().err.endswith("The same command goes on from there.\n")
+    assert capsys.readouterr().err.endswith("The same command continues from there.\n")

@@ -29,7 +29,7 @@ def bytes_per_lane(model: LaneModel, size: tuple[int, int], batch: int) -> int:
     def columns(layer: LaneConv2d, given: tuple[Tensor], out: Tensor) -> None:
         """Adds what a trained convolution keeps instead of its input, where it is a product of columns."""
         (outputs, inputs, *taps), pixels = layer.weight.shape[-4:], out.shape[2] * out.shape[3]
-        trained = layer.weight.dim() == 5 and taps != [1, 1]
+        trained = layer.weight.dim() == 5 and taps != [1, 1] and layer.groups == 1
         if trained and choose(model.device.type, inputs, outputs, pixels) == "columns":
             kept[id(layer)] = len(out) * pixels * inputs * taps[0] * taps[1] * out.element_size()
 
