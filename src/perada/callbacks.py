@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Callback:
     """Listens to a training; every hook does nothing unless a subclass has its own.
 
-    A callback stops a run with `experiment.stop()`: the round is then treated as the last one.
+    A callback stops a run with `experiment.stop()`: one more round follows, and is treated as the last one.
     """
 
     def start(self, experiment: Experiment) -> None:
@@ -72,10 +72,10 @@ class EarlyStopping(Callback):
 
     def __init__(self, patience: int = 5, score: str = "local_val") -> None:
         self.patience, self.score = patience, score
-        self.best, self.waited = -1.0, 0
 
     def start(self, experiment: Experiment) -> None:
         self.experiment = experiment
+        self.best, self.waited = -1.0, 0
 
     def evaluation(self, row: Evaluation) -> None:
         scores = row.scores.get(self.score)

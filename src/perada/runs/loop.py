@@ -83,7 +83,7 @@ def train_in(
             if step.event == "round":
                 for callback in listeners:
                     callback.round(replace(step, row=rows.get(step.round), stage=stage))
-            last = step.round >= experiment.train.rounds
+            last = step.round >= experiment.last_round
             if step.event == "trained" and (last or not local or (step.round % every == 0 and saver.due())):
                 saver.take(experiment.snapshot(folder))
                 experiment.mark("saved", began)
