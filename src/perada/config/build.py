@@ -36,7 +36,7 @@ def build(
     federation: Federation | None = None,
     pretrain: Callable[[Experiment], None] = in_memory,
     to_train: bool = True,
-    net: nn.Module | None = None,
+    net: nn.Module | Backbone | None = None,
     cohort: Callable[[Experiment], Cohort] | None = None,
 ) -> Experiment:
     """Returns the experiment that a configuration describes; without public images if not `to_train`.
@@ -55,7 +55,9 @@ def build(
         say(line)
     distils = to_train and method.parts.distils and config.distill.steps > 0
     images = _public(config, federation) if distils else None
-    made = _network(config, federation, backbone, say, pretrain) if net is None else Backbone(net, config.model.head)
+    if isinstance(net, nn.Module):
+        net = Backbone(net, config.model.head)
+    made = net or _network(config, federation, backbone, say, pretrain)
     experiment = Experiment(
         made.net,
         federation,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-from ..errors import InputError, unknown
+from ..errors import InputError, check_choices, unknown
 from ..plugins import check
 from .named import GROUP, SOURCES
 
@@ -44,9 +44,7 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         check("data set", GROUP, self.name, SOURCES)
-        for name, kind in get_type_hints(type(self)).items():
-            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
+        check_choices(self)
         if self.name == "digits" and self.root:
             raise ValueError("name=digits is part of the package and reads no path: for your own images use 'folder'")
         if not self.alpha > 0:

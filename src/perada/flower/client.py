@@ -27,7 +27,7 @@ from ..experiment import DTYPES, lanes_of
 from ..lanes import LaneModel, State
 from ..machine import arithmetic, device_of
 from ..methods import Finisher, Judge, Method, check_upload
-from ..models import build_backbone
+from ..models import Backbone, backbone
 from .messages import About, Refused, Reply, answer, digest, read_about, unpack
 from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id
 from .site_data import public_test, site_federation
@@ -70,20 +70,22 @@ class Work:
         return self.config.make_method()
 
     @cached_property
-    def net(self) -> nn.Module:
-        """The server's frozen weights: made here where the plan says how, else as they were sent."""
+    def backbone(self) -> Backbone:
+        """The server's frozen network: its weights are made here where the plan says how, else as they were sent."""
         held = self.state.backbone(self.plan.backbone)
         for weights in (self.config.model.weights, *([str(held)] if held else [])):
-            net, _ = build_backbone(self.config.model.backbone, len(self.plan.classes), weights, self.config.run.seed)
-            if weights_digest(net) == self.plan.backbone:
-                return net
+            made = network_of(self.config, len(self.plan.classes))
+            made.load(weights)
+            if weights_digest(made.net) == self.plan.backbone:
+                return made
         if held:
             raise InputError(f"{held} is not what the server sent: remove it, and it is sent again")
         raise NeedsWeights
 
     @cached_property
     def model(self) -> LaneModel:
-        return lanes_of(self.net, self.method, self.config.model.strategy(), None, self.config.run)
+        made, adapter = self.backbone, self.config.model.strategy()
+        return lanes_of(made.net, self.method, adapter, made.head, self.config.run)
 
     def here(self, state: State) -> State:
         dtype = DTYPES[self.config.run.precision]
@@ -92,6 +94,11 @@ class Work:
     def trainer(self, round: int) -> Trainer:
         run = self.config.run
         return Trainer(self.model, self.federation, [0], round, run.seed, self.config.train, run.lanes)
+
+
+def network_of(config: Config, classes: int) -> Backbone:
+    """Returns the network of a plan, before its weights are loaded: the server and the sites make the same one."""
+    return backbone(config.model.backbone, classes, config.run.seed, config.model.head)
 
 
 def backbone_state(net: nn.Module) -> State:
@@ -213,8 +220,7 @@ def _log_note(work: Work, text: str) -> None:
 
 def _weights(work: Work, about: About, content: RecordDict) -> RecordDict:
     """Keep the server's backbone, if it is what the plan names."""
-    net, _ = build_backbone(work.config.model.backbone, len(work.plan.classes), "random", 0)
-    sent = unpack(content, backbone_state(net))
+    sent = unpack(content, backbone_state(network_of(work.config, len(work.plan.classes)).net))
     if digest(sent) != work.plan.backbone:
         raise Refused("the weights are not those of the plan")
     work.state.save_backbone(work.plan.backbone, save({n: t[0].contiguous() for n, t in sent.params.items()}))

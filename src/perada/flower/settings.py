@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -154,6 +154,11 @@ def _run_config(file: Path, tables: dict[str, Any], sites: int) -> Config:
         )
     if config.train.cohort > sites:
         raise InputError(f"Train.cohort={config.train.cohort} but there are {sites} sites: lower it")
+    if code := code_named(config.as_dict()):
+        raise InputError(
+            f"{file}: {code} names a module to import, which a server may not choose at a site: install it at every "
+            "site as an entry point, and give that name"
+        )
     data = replace(config.data, name="folder", partition="site", root="")
     return replace(config, data=data, run=replace(config.run, shifts=False))  # shifts need the test images
 
@@ -225,6 +230,14 @@ def _toml(file: Path) -> dict[str, Any]:
         raise InputError(f"{file}: not valid TOML: {error}") from error
 
 
+def code_named(config: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the first key of a configuration whose value is `package.module:callable`; empty if there is none."""
+    if names_code(str(config["model"]["backbone"])):
+        return "model.backbone"
+    named = (("model", "adapter"), ("method", "name"), ("data", "name"))
+    return next((f"{section}.{key}" for section, key in named if ":" in str(config[section][key])), "")
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that a site needs to know to do its part. It is the same for every site, and travels in every
@@ -259,9 +272,8 @@ class Plan:
     def parse(cls, text: str) -> Plan:
         try:
             plan = json.loads(text)
-            named = (("model", "backbone"), ("model", "adapter"), ("method", "name"), ("data", "name"))
-            if any(names_code(str(plan["config"][section][key])) for section, key in named):  # before any import
-                raise ValueError("it names a module to import, which a server may not choose at a site")
+            if code := code_named(plan["config"]):  # before any import
+                raise ValueError(f"{code} names a module to import, which a server may not choose at a site")
             config = from_tables(plan["config"])
             kinds = {"federation": str, "channels": int, "multilabel": bool, "backbone": str}
             if any(not isinstance(plan[k], kind) for k, kind in kinds.items()):

@@ -50,6 +50,10 @@ class Run:
     ) -> None:
         self.folder, self.config, self.path, self.say, self.data_given = folder, config, folder.path, say, data_given
         self.net = net
+        if net is not None and not isinstance(net, nn.Module):
+            raise InputError(f"model must be a torch.nn.Module, not {type(net).__name__}")
+        if federation is not None and not isinstance(federation, Federation):
+            raise InputError(f"federation must be a Federation, not {type(federation).__name__}")
         if federation is not None:
             federation = federation.to(device_of(config.run.device))
             folder.check_data(federation.facts())

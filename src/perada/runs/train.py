@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +25,7 @@ from ..machine import precision_of
 from ..methods import sizes_of
 from ..models import same_weights
 from ..report import write_report
-from .folder import RunFolder, locked, write_atomic
+from .folder import Checkpoint, RunFolder, locked, write_atomic
 from .loop import train_in
 from .names import (
     NewFolder,
@@ -88,6 +89,8 @@ def train(
 
 def run_in(experiment: Experiment, path: Path, callbacks: Sequence[Callback], resume: bool, overwrite: bool) -> Run:
     """Trains an experiment made from Python objects in a folder; returns the run."""
+    if not isinstance(callbacks, Sequence) or not all(isinstance(c, Callback) for c in callbacks):
+        raise InputError("callbacks must be a list of objects, such as [callbacks.EarlyStopping()]")
     config = describe(experiment)
     with ExitStack() as stack:
         if resume:
@@ -96,11 +99,13 @@ def run_in(experiment: Experiment, path: Path, callbacks: Sequence[Callback], re
             stored = resolve(str(path / "config.toml"))
             _same(path, stored, config)
             folder.check_data(experiment.federation.facts())
-            saved, _ = folder.load()
+            saved, skipped = folder.load()
+            for line in skipped:
+                warnings.warn(f"{path}: {line}", stacklevel=3)
+            _not_fewer(path, saved, config)
             if folder.backbone is not None and not same_weights(experiment.net, folder.backbone):
                 raise InputError(f"the network's weights are not those of {folder.backbone}: load them into it first")
-            if saved is not None:
-                _continue(experiment, folder, saved)
+            _continue(experiment, folder, saved)
             write_atomic(path / "config.toml", config.toml().encode())
             run = Run(folder, config, net=experiment.net)
             _train(run, experiment, callbacks, None)
@@ -120,6 +125,8 @@ def _train(run: Run, experiment: Experiment, callbacks: Sequence[Callback], abou
             run.folder.write_json("data.json", {**experiment.federation.facts(), **about})
         if run.folder.backbone is None and (tensors := experiment.frozen_to_save()):
             run.folder.save_backbone(tensors)
+        if about is not None and experiment.now.round:  # it has trained before, maybe to its last round
+            experiment.save(run.folder)
         row = train_in(experiment, run.folder, callbacks)
         conclude(run, experiment, row)
 
@@ -159,8 +166,7 @@ def _resume(
     saved, skipped = folder.load()
     for line in skipped:
         say(line)
-    if saved is not None and saved.round > config.train.rounds:
-        raise InputError(f"{path} has {saved.round} rounds already: Train.rounds={config.train.rounds} would undo some")
+    _not_fewer(path, saved, config)
     federation = federation or federation_of(config)
     folder.check_data(federation.facts())
     experiment = build(
@@ -168,30 +174,34 @@ def _resume(
     )
     more = _continue(experiment, folder, saved)
     write_atomic(path / "config.toml", config.toml().encode())
-    if more:
-        (path / "summary.json").unlink(missing_ok=True)  # of fewer rounds; it is written again at the end
-    elif (path / "summary.json").is_file():
+    if not more and (path / "summary.json").is_file():
         say(f"{path} was finished already: nothing is left to train; a larger Train.rounds adds rounds")
     return Run(folder, config), experiment
 
 
-def _continue(experiment: Experiment, folder: RunFolder, saved: Any) -> bool:
+def _not_fewer(path: Path, saved: Checkpoint | None, config: Config) -> None:
+    if saved is not None and saved.round > config.train.rounds:
+        raise InputError(f"{path} has {saved.round} rounds already: Train.rounds={config.train.rounds} would undo some")
+
+
+def _continue(experiment: Experiment, folder: RunFolder, saved: Checkpoint | None) -> bool:
     """Goes on after a checkpoint; returns whether there are rounds left to train."""
     if saved is not None:
         experiment.restore(saved)
     known = experiment.now.round
     more = known < experiment.train.rounds
-    if more and experiment.now.finished:
-        experiment.reopen()
-        known -= 1  # that row was measured after the last stage
+    if more and experiment.now.finished:  # the last stage is undone, and that row was measured after it
+        known -= 1
     folder.cut_metrics(known)
+    if more:
+        (folder.path / "summary.json").unlink(missing_ok=True)  # of fewer rounds; it is written again at the end
     return more
 
 
 def _same(path: Path, stored: Config, config: Config) -> None:
     """Refuses to resume a run with other settings than it was made with."""
     old, new = stored.flat(), config.flat()
-    for key in {**old, **new}:
+    for key in (*new, *(old.keys() - new.keys())):
         if key not in RESUMED and old.get(key) != new.get(key):
             raise InputError(f"{path} was made with another {key}: give the old one, or choose another folder")
 
