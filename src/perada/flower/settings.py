@@ -232,10 +232,13 @@ def _toml(file: Path) -> dict[str, Any]:
 
 def code_named(config: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the first key of a configuration whose value is `package.module:callable`; empty if there is none."""
-    if names_code(str(config["model"]["backbone"])):
-        return "model.backbone"
-    named = (("model", "adapter"), ("method", "name"), ("data", "name"))
-    return next((f"{section}.{key}" for section, key in named if ":" in str(config[section][key])), "")
+    for table, key in (("model", "backbone"), ("model", "adapter"), ("method", "name"), ("data", "name")):
+        name = str(config[table][key])
+        if (
+            names_code(name) if key == "backbone" else ":" in name
+        ):  # torchvision:NAME is not code of the server's choice
+            return f"{table}.{key}"
+    return ""
 
 
 @dataclass(frozen=True)
