@@ -70,7 +70,7 @@ def build(
     )
     experiment.config = config
     if to_train and cohort is None:
-        lines = (*about_data(federation), *about_settings(config), experiment.fit_lanes(), federation.about_images())
+        lines = (*about_data(federation), *about_settings(config), experiment.about_lanes, federation.about_images())
         for line in lines:
             say(line)
     if device.type == "cuda" and not ops_for(device).fast:
