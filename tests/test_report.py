@@ -113,7 +113,7 @@ class FakeRun:
 
     @property
     def folder(self) -> SimpleNamespace:
-        return SimpleNamespace(evaluations=lambda: self.rows)
+        return SimpleNamespace(evaluations=lambda: self.rows, about=dict)
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def test_as_many_lanes_as_there_is_memory_for(
     sim = build(small(method__name="perada-no-kd", run__lanes=asked, train__cohort=4))
     each = bytes_per_lane(sim.model, (8, 8), 8)
     monkeypatch.setattr(experiment, "free_memory", lambda device: free if free > 100 else free * each)
-    line = sim.fit_lanes()
+    line = sim._fit_lanes()
     assert sim.lanes == wanted
     assert ("take turns" in line) == bool(wanted)
     assert "GiB" in line

@@ -201,6 +201,7 @@ class Experiment:
         self.test_data = self.federation if self.federation.clients else None  # what the global model is tested on
         self.mark: Callable[[str, int], None] = lambda what, round: None  # told of every boundary inside a round
         self.config: Any = None  # the configuration that this was built from, if any
+        self.about_lanes = self._fit_lanes() if to_train and cohort is None else ""
 
     @property
     def distils(self) -> bool:
@@ -473,7 +474,7 @@ class Experiment:
         assert isinstance(self.cohort, LocalCohort)
         return self.cohort.trainer_of(clients, self.now.round)
 
-    def fit_lanes(self) -> str:
+    def _fit_lanes(self) -> str:
         """Chooses how many lanes train at once by the memory there is; returns a line that says so."""
         asked, device, batch = self.options.lanes, self.device, self.train.batch
         height, width = self.federation.images.shape[-2:]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import perada
 from perada.adapters import Residual
@@ -18,7 +18,8 @@ from perada.callbacks import Callback, EarlyStopping
 from perada.data import Federation
 from perada.errors import InputError
 from perada.experiment import Experiment, Progress
-from perada.methods import Ditto, FedAvgFT, PerAda, Scaffold
+from perada.methods import Ditto, FedAvg, FedAvgFT, PerAda, Scaffold
+from perada.report.facts import gather_facts
 
 TRAIN = perada.Train(rounds=4, cohort=0, epochs=1, batch=8)
 
@@ -164,3 +165,46 @@ def test_load_refuses_other_things(tmp_path: Path) -> None:
         perada.load(tmp_path / "run", model="resnet8")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="federation must be a Federation, not int"):
         perada.load(tmp_path / "run", federation=3)  # type: ignore[arg-type]
+
+
+def test_lanes_at_once_are_those_asked_for() -> None:
+    assert experiment(lanes=1).lanes == 1
+    assert experiment().lanes == 0
+
+
+def test_a_stopped_run_is_finished_in_its_report(tmp_path: Path) -> None:
+    first = experiment().run(tmp_path / "first", [StopAt(1)])
+    x, y = torch.zeros(30, 3, 8, 8, dtype=torch.uint8), torch.arange(30) % 3
+    other = Federation.from_arrays(dict.fromkeys(("east", "west"), (x, y)))
+    second = Experiment(net(), other, Ditto(), train=replace(TRAIN, rounds=1)).run(tmp_path / "second")
+    facts = gather_facts([first, second])
+    assert [f.state for f in facts] == ["", ""]
+    assert [f.clients for f in facts] == [("north", "south"), ("east", "west")]
+
+
+class Twice(nn.Module):
+    """A layer under two names, and a weight in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Conv2d(3, 3, 3, padding=1)
+        self.b, self.c, self.head = self.a, nn.Conv2d(3, 3, 3, padding=1), nn.Linear(3, 3)
+        self.c.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.c(self.b(self.a(x)).relu()).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_is_used_twice_trains_and_is_given_back() -> None:
+    exp = Experiment(Twice(), federation(), FedAvg(), train=TRAIN)
+    before = {n: t.clone() for n, t in exp.model.module.state_dict().items()}
+    exp.round()
+    for name, tensor in exp.model.module.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    trained = exp.model.plain(exp.now.broadcast)
+    assert torch.equal(trained.a.weight, exp.now.broadcast.params["a.weight"][0])
+    assert torch.equal(trained.b.weight, trained.a.weight)
+    assert torch.equal(trained.c.weight, trained.a.weight)
+    images = torch.rand(2, 3, 8, 8)
+    torch.testing.assert_close(exp.model.on_all(exp.now.broadcast, images)[0], trained(images))

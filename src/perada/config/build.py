@@ -73,7 +73,7 @@ def build(
     )
     experiment.config = config
     if local:
-        say(experiment.fit_lanes())
+        say(experiment.about_lanes)
         say(federation.about_images())  # last: a refusal is one line
     if device.type == "cuda" and not ops_for(device).fast:
         say("warning: Triton is missing: results are the same, but training is slower")

@@ -62,7 +62,7 @@ def _replace(module: nn.Module, trained: frozenset[str]) -> None:
             try:
                 made[layer] = _lane_aware(layer, name, bool(owned))
             except ValueError as error:
-                raise InputError(f"{name}: {error}") from error
+                raise InputError(f"{name or type(layer).__name__}: {error}") from error
         new = made[layer]
         if new is not None:
             parent, last = parent_of(module, name)

@@ -43,6 +43,13 @@ def divide(state: State, group: Group) -> tuple[State, State]:
     return inside, state.only(state.params.keys() - group.params, state.buffers.keys() - group.buffers)
 
 
+def _shared(module: nn.Module, trained: frozenset[str]) -> dict[str, str]:
+    """Returns the other names of trained parameters that several layers share."""
+    names = {p: n for n, p in module.named_parameters() if n in trained}
+    every = ((f"{n}.{k}" if n else k, p) for n, m in module.named_modules() for k, p in m._parameters.items())
+    return {n: names[p] for n, p in every if p is not None and p in names and names[p] != n}
+
+
 class LaneModel:
     """A module with frozen weights, whose lanes come from outside: `model(state, images)`.
 
@@ -71,6 +78,7 @@ class LaneModel:
         self._params = [n for n, _ in module.named_parameters() if n in trained]
         if not set(self._params) - self.inert:
             raise ValueError("nothing is trained: name a parameter group that is not empty")
+        self._shared = _shared(module, trained)
         self._buffers = [
             f"{n}.{b}"
             for n, m in module.named_modules()
@@ -176,11 +184,17 @@ class LaneModel:
         try:
             if norm != "train" and not torch.is_grad_enabled():
                 self._compile(tensors, images, state.lanes)
-            logits: Tensor = functional_call(self.module, tensors, (images,))
+            logits = self._run(tensors, images)
         finally:
             self.context.norm, self.context.slots = None, Slots()  # slots hold memory
         logits = logits.reshape(state.lanes, -1, logits.shape[-1])
         return logits.float() if logits.dtype == torch.bfloat16 else logits
+
+    def _run(self, tensors: dict[str, Tensor], images: Tensor | Stem) -> Tensor:
+        shared = {alias: tensors[name] for alias, name in self._shared.items()}
+        # torch's own ties leave the lanes in a module that is used under two names.
+        out: Tensor = functional_call(self.module, {**tensors, **shared}, (images,), tie_weights=False)
+        return out
 
     def _compile(self, tensors: dict[str, Tensor], images: Tensor | Stem, lanes: int) -> None:
         """Compiles the kernels of this kind of pass, all together, before the first one."""
@@ -189,7 +203,7 @@ class LaneModel:
         kind = (self.context.norm, lanes, number, images.shape[1:])
         if kind not in self._compiled:
             self._compiled.add(kind)
-            self.context.ops.compile(lambda: functional_call(self.module, tensors, (images,)))
+            self.context.ops.compile(lambda: self._run(tensors, images))
 
     def plain(self, state: State) -> nn.Module:
         """Returns a stand-alone torch module (a copy, in eval mode) that holds this one lane."""

@@ -124,10 +124,11 @@ def gather_facts(runs: Sequence[Run]) -> list[Facts]:
     known: list[tuple[object, tuple[Holdings | None, str]]] = []
     out = []
     for run, label in zip(runs, _labels(runs), strict=True):
-        shared = next((holdings for data, holdings in known if data == run.config.data), None)
+        data = run.config.data, run.folder.about().get("split")  # runs on data from Python have equal settings
+        shared = next((holdings for other, holdings in known if other == data), None)
         if shared is None or shared[0] is None:
             shared = _holdings(run)
-            known.append((run.config.data, shared))
+            known.append((data, shared))
         out.append(_facts(run, label, *shared))
     return out
 
@@ -156,8 +157,8 @@ def _facts(run: Run, label: str, holdings: Holdings | None, problem: str) -> Fac
         raise
     except InputError:
         pass  # the run has no summary yet
-    # The summary of a run that was resumed for more rounds is an old one.
-    finished = bool(summary) and summary["round"] >= run.config.train.rounds
+    # A stopped run has fewer rounds than planned. A summary that is older than the last row is of an earlier end.
+    finished = bool(summary) and summary["round"] >= (rows[-1].round if rows else 0)
     environment = {f"{k} version": str(v) for k, v in summary.get("versions", {}).items()}
     environment |= {k: str(v) for k, v in summary.items() if k in ("device", "threads")}
     return Facts(
