@@ -18,9 +18,10 @@ from perada.config import Config, resolve
 from perada.config.build import check
 from perada.data import VALIDATION, Federation
 from perada.errors import InputError, Interrupted, RunError, unknown
-from perada.experiment import Progress, Say
+from perada.experiment import Say
 from perada.lanes import Pool
 from perada.runs.folder import RunFolder, locked, write_atomic
+from perada.runs.moment import Progress
 from perada.runs.names import resumable
 from perada.runs.run import load
 from perada.runs.train import train

@@ -18,8 +18,9 @@ import perada
 from perada.callbacks import Callback, EarlyStopping, OnRound, TensorBoard
 from perada.client.scores import Scores
 from perada.errors import InputError
-from perada.experiment import Experiment, Progress
+from perada.experiment import Experiment
 from perada.methods import Ditto, FedAvg, FedAvgFT, Method, PerAda
+from perada.runs.moment import Progress
 from perada.runs.rows import Evaluation
 
 DRAW = np.random.default_rng(0)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from .runs.rows import Evaluation
 
 if TYPE_CHECKING:
-    from .experiment import Experiment, Progress
+    from .experiment import Experiment
     from .runs.folder import RunFolder
+    from .runs.moment import Progress
 
 
 class Callback:

@@ -19,7 +19,8 @@ from experiments import results
 from experiments.running import Clock, lay_over, run_experiment, state_of
 from perada.client.cohort import Uploads
 from perada.errors import InputError, Interrupted, RunError
-from perada.experiment import Experiment, Progress
+from perada.experiment import Experiment
+from perada.runs.moment import Progress
 
 from .tiny import experiment, place, staged, trial, two
 

@@ -19,12 +19,13 @@ from ..config import Config, build, describe, federation_of, resolve
 from ..config.settings import RESUMED, changeable, given
 from ..data import Federation, named_sets
 from ..errors import InputError
-from ..experiment import Experiment, Progress, Say
+from ..experiment import Experiment, Say
 from ..lanes import Pool
 from ..machine import precision_of
 from ..methods import sizes_of
 from ..models import same_weights
 from ..report import write_report
+from ..runs.moment import Progress
 from .folder import Checkpoint, RunFolder, locked, write_atomic
 from .loop import train_in
 from .names import (
