@@ -152,7 +152,9 @@ def name_of(method: Method) -> dict[str, Any]:
         ours, given = (made.func, made.keywords) if isinstance(made, partial) else (made, {})
         if ours is kind and {**defaults, **given} == fixed:
             return {"name": name, **settings}
-    return {"name": f"{type(method).__module__}:{type(method).__qualname__}", **settings}
+    if "." in kind.__qualname__:
+        raise InputError(f"a run folder cannot name {kind.__qualname__}: define it at the top of a module")
+    return {"name": f"{kind.__module__}:{kind.__qualname__}", **settings}
 
 
 def sizes_of(method: Method, net: nn.Module, head: str | None = None) -> dict[str, int]:
