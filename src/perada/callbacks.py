@@ -72,10 +72,10 @@ class EarlyStopping(Callback):
 
     def __init__(self, patience: int = 5, score: str = "local_val") -> None:
         self.patience, self.score = patience, score
-        self.best, self.waited = -1.0, 0
 
     def start(self, experiment: Experiment) -> None:
         self.experiment = experiment
+        self.best, self.waited = -1.0, 0
 
     def evaluation(self, row: Evaluation) -> None:
         scores = row.scores.get(self.score)

@@ -20,7 +20,7 @@ from .client.cohort import SPLITS, Cohort, LocalCohort, Uploads
 from .client.scores import Scores, logits_on, score
 from .client.trainer import Train, Trainer, sample_loss
 from .data import Federation
-from .errors import InputError
+from .errors import InputError, check_choices, unknown
 from .lanes import LaneModel, State, bytes_per_lane, get_ready, on_cpu, repeat, rng_of, stack
 from .machine import arithmetic, device_of, free_memory, precision_of
 from .methods import Finisher, Method
@@ -52,6 +52,7 @@ class RunOptions:
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)  # of those
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if not self.severities or not set(self.severities) <= {1, 2, 3, 4, 5}:
             raise ValueError(f"severities must be numbers from 1 to 5, not {list(self.severities)}")
         if self.seed >= 2**63:
@@ -106,6 +107,28 @@ def lanes_of(
     return model.to(device, DTYPES[options.precision], compute)
 
 
+def run_options(values: Mapping[str, Any]) -> RunOptions:
+    """Returns the options of a run; refuses an unknown one."""
+    for name in values:
+        if name not in RunOptions.__dataclass_fields__:
+            raise unknown("option", name, RunOptions.__dataclass_fields__)
+    return RunOptions(**values)
+
+
+def check_kinds(federation: Federation, method: Method, train: Train, distill: Distill) -> None:
+    """Refuses arguments of the wrong type."""
+    for name, value, kind in (
+        ("federation", federation, Federation),
+        ("train", train, Train),
+        ("distill", distill, Distill),
+    ):
+        if not isinstance(value, kind):
+            raise InputError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
+    if isinstance(method, type) or not isinstance(method, Method):
+        given = f"the class {method.__name__}" if isinstance(method, type) else type(method).__name__
+        raise InputError(f"method must be an object, such as methods.PerAda(), not {given}")
+
+
 def check_fit(federation: Federation, method: Method, train: Train, distill: Distill, local: bool = True) -> None:
     """Refuses settings that do not fit the data or the method. local: whether the clients are on this machine."""
     parts, clients = method.parts, len(federation.clients)
@@ -153,7 +176,8 @@ class Experiment:
         to_train: bool = True,
         **run: Any,
     ) -> None:
-        self.options = run.pop("options", None) or RunOptions(**run)
+        check_kinds(federation, method, train, distill)
+        self.options = run.pop("options", None) or run_options(run)
         self.device, self.dtype = device_of(self.options.device), DTYPES[self.options.precision]
         arithmetic(self.options.precision, self.device)
         if to_train:
@@ -361,6 +385,8 @@ class Experiment:
     def progress(self, known: Container[int] = (), splits: Sequence[str] = SPLITS) -> Iterator[Progress]:
         """Trains to the last round, and says what happened on the way; rounds in `known` are evaluated already."""
         every = self.options.eval_every
+        if self.now.finished and self.now.round < self.last_round:
+            self.reopen()
         while True:
             at = self.now.round
             over, row, late = at >= self.last_round, None, False

@@ -93,19 +93,28 @@ def test_a_plan_names_no_file_and_no_download(
     found["config"][section][key] = value
     with pytest.raises(InputError, match="names files or downloads"):
         Plan.parse(json.dumps(found))
-    monkeypatch.setattr("perada.flower.client.build_backbone", None)  # it gets nowhere near
+    monkeypatch.setattr("perada.flower.client.backbone", None)  # it gets nowhere near
     reply = read_reply(handle(world.site("east"), request_of(grid, "hello", plan=json.dumps(found))))
     assert "names files or downloads" in reply.error
 
 
 @pytest.mark.parametrize(
-    ("key", "name"), [("backbone", "os:abort"), ("backbone", "torchvision.models:resnet18"), ("adapter", "os:abort")]
+    ("section", "key", "name"),
+    [
+        ("model", "backbone", "os:abort"),
+        ("model", "backbone", "torchvision.models:resnet18"),
+        ("model", "adapter", "os:abort"),
+        ("model", "adapter", "timm:list_models"),  # of these packages a plan may name networks only
+        ("method", "name", "os:abort"),
+        ("method", "name", "torchvision:get_image_backend"),
+        ("data", "name", "timm:list_models"),
+    ],
 )
-def test_a_plan_names_no_module_to_import(key: str, name: str, asked: tuple[World, MemoryGrid]) -> None:
+def test_a_plan_names_no_module_to_import(section: str, key: str, name: str, asked: tuple[World, MemoryGrid]) -> None:
     world, _ = asked
     found = json.loads(Plan.of(world.settings, "ab" * 32).text())
-    found["config"]["model"][key] = name
-    with pytest.raises(InputError, match="it names a module to import"):
+    found["config"][section][key] = name
+    with pytest.raises(InputError, match=f"{section}.{key} names a module to import"):
         Plan.parse(json.dumps(found))
 
 

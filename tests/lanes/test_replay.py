@@ -267,7 +267,7 @@ def test_only_the_last_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(first) == 2
     sim.round()
     assert list(sim.model.replays.values()) == first, "the same two, in the same order of use"
-    sim.lanes = 2
+    sim.cohort.lanes = 2  # type: ignore[union-attr]
     sim.round()
     assert len(sim.model.replays) == 2
     assert not set(map(id, sim.model.replays.values())) & set(map(id, first))

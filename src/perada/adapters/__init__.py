@@ -47,6 +47,8 @@ def adapter_of(adapter: Adapter | str | None) -> Adapter | None:
     """Returns the adapter that a name stands for: residual, none, an entry point or `package.module:callable`."""
     if isinstance(adapter, str):
         adapter = called("adapter", adapter, find("adapter", GROUP, adapter, KINDS))
+    if isinstance(adapter, type):
+        raise InputError(f"adapter must be an object, such as {adapter.__name__}(), not the class")
     if adapter is not None and not isinstance(adapter, Adapter):
         raise InputError(f"{type(adapter).__name__} is not an adapter: it needs places, insert and merge")
     return adapter

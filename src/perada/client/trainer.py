@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..data.batches import ClientBatches, steps_of
 from ..data.federation import Federation
+from ..errors import check_choices
 from ..lanes import Batches, Group, LaneModel, Options, Pull, Result, State, Update, loop, ops_for, sgd
 from .scores import logits_on
 
@@ -34,6 +35,7 @@ class Train:
     weighting: Literal["uniform", "samples"] = "uniform"  # how the server averages
 
     def __post_init__(self) -> None:
+        check_choices(self)
         for name, least in (("rounds", 1), ("cohort", 0), ("epochs", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")

@@ -18,7 +18,7 @@ from ..experiment import Experiment, Say, check_fit
 from ..lanes import key_of, ops_for
 from ..machine import device_of
 from ..methods import name_of
-from ..models import Backbone, load_into
+from ..models import Backbone, load_into, network_of
 from ..models import backbone as named_backbone
 from .keys import Config, ModelOptions
 
@@ -36,7 +36,7 @@ def build(
     federation: Federation | None = None,
     pretrain: Callable[[Experiment], None] = in_memory,
     to_train: bool = True,
-    net: nn.Module | None = None,
+    net: nn.Module | Backbone | None = None,
     cohort: Callable[[Experiment], Cohort] | None = None,
 ) -> Experiment:
     """Returns the experiment that a configuration describes; without public images if not `to_train`.
@@ -46,7 +46,7 @@ def build(
     cohort: who trains, if not the federation's clients on this machine.
     """
     device = device_of(config.run.device)
-    federation = federation or build_federation(config.data, device)
+    federation = federation or federation_of(config)
     method = config.make_method()
     if to_train:
         check(config, federation, local=cohort is None)
@@ -55,7 +55,9 @@ def build(
         say(line)
     distils = to_train and method.parts.distils and config.distill.steps > 0
     images = _public(config, federation) if distils else None
-    made = _network(config, federation, backbone, say, pretrain) if net is None else Backbone(net, config.model.head)
+    if isinstance(net, nn.Module):
+        net = Backbone(net, config.model.head)
+    made = net or _network(config, federation, backbone, say, pretrain)
     experiment = Experiment(
         made.net,
         federation,
@@ -72,10 +74,21 @@ def build(
     experiment.config = config
     if local:
         say(experiment.fit_lanes())
-        say(federation.about_images())
+        say(federation.about_images())  # last: a refusal is one line
     if device.type == "cuda" and not ops_for(device).fast:
-        say("warning: Triton is missing, so there are no kernels for lanes: the same results, slower")
+        say("warning: Triton is missing: results are the same, but training is slower")
     return experiment
+
+
+def federation_of(config: Config) -> Federation:
+    """Returns the federation of a configuration, on its device."""
+    federation = build_federation(config.data, device_of(config.run.device))
+    if config.data.normalise != "backbone":
+        return federation
+    made = network_of(config.model.backbone, len(federation.classes))
+    if made.mean is None or made.std is None:
+        raise InputError(f"backbone {made.name!r} has no normalisation of its own: set DataOptions.normalise to data")
+    return replace(federation, mean=made.mean, std=made.std)
 
 
 def check(config: Config, federation: Federation, local: bool = True) -> None:
@@ -93,6 +106,8 @@ def check(config: Config, federation: Federation, local: bool = True) -> None:
 def _public(config: Config, federation: Federation) -> Tensor | None:
     if config.distill.data == VALIDATION:
         return federation.take(federation.val)
+    if config.distill.data == "none":
+        raise InputError("distillation needs public images: set Distill.data, or Distill.steps=0")
     return public_images(config.distill.data, federation.images.shape[-1], config.data.root)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-from ..errors import InputError, unknown
+from ..errors import InputError, check_choices, unknown
 from ..plugins import check
 from .named import GROUP, SOURCES
 
@@ -35,16 +35,16 @@ class DataOptions:
     labels: tuple[str, ...] = _option((), "multi-label: use only these labels; empty uses all")
     site: str = _option("site", "column of a manifest that names the owner of an image")
     uncertain: Literal["ones", "zeros", "ignore"] = _option("ones", "what CheXpert's -1 means; ignore drops the image")
-    normalise: Literal["data", "imagenet"] = _option("data", "whose mean and std; pretrained backbones expect imagenet")
+    normalise: Literal["data", "imagenet", "backbone"] = _option(
+        "data", "whose mean and std: these, or what it expects"
+    )
     augment: Literal["none", "flip", "crop", "resized-crop"] = _option("none", "random views of training images")
     resident: Literal["auto", "yes", "no"] = _option("auto", "keep images on the compute device; no streams them")
     skip_bad: bool = _option(False, "skip images that cannot be read")
 
     def __post_init__(self) -> None:
         check("data set", GROUP, self.name, SOURCES)
-        for name, kind in get_type_hints(type(self)).items():
-            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
+        check_choices(self)
         if self.name == "digits" and self.root:
             raise ValueError("name=digits is part of the package and reads no path: for your own images use 'folder'")
         if not self.alpha > 0:

@@ -20,14 +20,14 @@ from torch import nn
 
 from ..client.scores import personal_scores
 from ..client.trainer import Trainer
-from ..config import Config
+from ..config import Config, in_keys
 from ..data import Federation
 from ..errors import InputError
 from ..experiment import DTYPES, lanes_of
 from ..lanes import LaneModel, State
 from ..machine import arithmetic, device_of
 from ..methods import Finisher, Judge, Method, check_upload
-from ..models import build_backbone
+from ..models import Backbone, backbone
 from .messages import About, Refused, Reply, answer, digest, read_about, unpack
 from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id
 from .site_data import public_test, site_federation
@@ -70,20 +70,22 @@ class Work:
         return self.config.make_method()
 
     @cached_property
-    def net(self) -> nn.Module:
-        """The server's frozen weights: made here where the plan says how, else as they were sent."""
+    def backbone(self) -> Backbone:
+        """The server's frozen network: its weights are made here where the plan says how, else as they were sent."""
         held = self.state.backbone(self.plan.backbone)
         for weights in (self.config.model.weights, *([str(held)] if held else [])):
-            net, _ = build_backbone(self.config.model.backbone, len(self.plan.classes), weights, self.config.run.seed)
-            if weights_digest(net) == self.plan.backbone:
-                return net
+            made = network_of(self.config, len(self.plan.classes))
+            made.load(weights)
+            if weights_digest(made.net) == self.plan.backbone:
+                return made
         if held:
             raise InputError(f"{held} is not what the server sent: remove it, and it is sent again")
         raise NeedsWeights
 
     @cached_property
     def model(self) -> LaneModel:
-        return lanes_of(self.net, self.method, self.config.model.strategy(), None, self.config.run)
+        made, adapter = self.backbone, self.config.model.strategy()
+        return lanes_of(made.net, self.method, adapter, made.head, self.config.run)
 
     def here(self, state: State) -> State:
         dtype = DTYPES[self.config.run.precision]
@@ -92,6 +94,11 @@ class Work:
     def trainer(self, round: int) -> Trainer:
         run = self.config.run
         return Trainer(self.model, self.federation, [0], round, run.seed, self.config.train, run.lanes)
+
+
+def network_of(config: Config, classes: int) -> Backbone:
+    """Returns the network of a plan, before its weights are loaded: the server and the sites make the same one."""
+    return backbone(config.model.backbone, classes, config.run.seed, config.model.head)
 
 
 def backbone_state(net: nn.Module) -> State:
@@ -199,22 +206,21 @@ def _check(work: Work) -> None:
     _ = work.model
     judges = work.config.distill.guard == "clients" and isinstance(work.method, Judge) and work.method.parts.distils
     if judges and not len(work.federation.clients[0].val):
-        _log_note(work, "no validation data here: this site has no say in the guard (data.val)")
+        _log_note(work, "no validation data here: this site has no say in the guard (DataOptions.val)")
     if not len(work.federation.clients[0].test):
-        _log_note(work, "no test data here: its scores are n/a (data.test)")
+        _log_note(work, "no test data here: its scores are n/a (DataOptions.test)")
     for path in work.federation.skipped:
         _log_note(work, f"cannot read {path}: skipped (skip_bad)")
     _ = work.test
 
 
 def _log_note(work: Work, text: str) -> None:
-    print(f"site {work.settings.name}: {text}", file=sys.stderr, flush=True)
+    print(f"site {work.settings.name}: {in_keys(text)}", file=sys.stderr, flush=True)
 
 
 def _weights(work: Work, about: About, content: RecordDict) -> RecordDict:
     """Keep the server's backbone, if it is what the plan names."""
-    net, _ = build_backbone(work.config.model.backbone, len(work.plan.classes), "random", 0)
-    sent = unpack(content, backbone_state(net))
+    sent = unpack(content, backbone_state(network_of(work.config, len(work.plan.classes)).net))
     if digest(sent) != work.plan.backbone:
         raise Refused("the weights are not those of the plan")
     work.state.save_backbone(work.plan.backbone, save({n: t[0].contiguous() for n, t in sent.params.items()}))

@@ -14,12 +14,11 @@ from ..config import build
 from ..errors import InputError
 from ..experiment import Experiment, Progress
 from ..machine import device_of
-from ..models import build_backbone
 from ..runs.folder import Checkpoint, RunFolder
 from ..runs.loop import train_in
 from ..runs.run import Run
 from ..runs.train import conclude
-from .client import backbone_state, shapes_of, weights_digest
+from .client import backbone_state, network_of, shapes_of, weights_digest
 from .cohort import FlowerCohort, Step
 from .link import Link
 from .records import Diary
@@ -51,9 +50,8 @@ class Coordinator:
 
     def __init__(self, settings: ServerSettings, diary: Diary, step: Step) -> None:
         config, self.diary = settings.config, diary
-        net, report = build_backbone(
-            config.model.backbone, len(settings.federation.classes), config.model.weights, config.run.seed
-        )
+        network = network_of(config, len(settings.federation.classes))
+        report, net = network.load(config.model.weights), network.net
         for line in report.lines() if report else ():
             diary.say(line)
         plan, device = Plan.of(settings, weights_digest(net)), device_of(config.run.device)
@@ -63,7 +61,7 @@ class Coordinator:
             made.append(FlowerCohort(experiment, settings, plan, backbone_state(net), diary))
             return made[0]
 
-        self.experiment = build(config, federation=empty_federation(plan, device), net=net, cohort=cohort)
+        self.experiment = build(config, federation=empty_federation(plan, device), net=network, cohort=cohort)
         self.cohort = made[0]
         if settings.federation.test:
             self.experiment.test_data = public_test(settings.federation.test, plan, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -143,6 +143,8 @@ def _run_config(file: Path, tables: dict[str, Any], sites: int) -> Config:
     config = resolve(preset, {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()})
     if config.distill.data == VALIDATION:
         raise InputError(f"{file}: Distill.data={VALIDATION} has no meaning at a server: the data are at the sites")
+    if config.data.normalise == "backbone":
+        raise InputError(f"{file}: DataOptions.normalise=backbone works in simulations only: use data or imagenet")
     if config.distill.guard == "server":
         raise InputError("Distill.guard=server needs labelled data at the server: use clients or none")
     if config.model.weights == "fedavg":
@@ -152,6 +154,11 @@ def _run_config(file: Path, tables: dict[str, Any], sites: int) -> Config:
         )
     if config.train.cohort > sites:
         raise InputError(f"Train.cohort={config.train.cohort} but there are {sites} sites: lower it")
+    if code := code_named(config.as_dict()):
+        raise InputError(
+            f"{file}: {code} names a module to import, which a server may not choose at a site: install it at every "
+            "site as an entry point, and give that name"
+        )
     data = replace(config.data, name="folder", partition="site", root="")
     return replace(config, data=data, run=replace(config.run, shifts=False))  # shifts need the test images
 
@@ -223,6 +230,17 @@ def _toml(file: Path) -> dict[str, Any]:
         raise InputError(f"{file}: not valid TOML: {error}") from error
 
 
+def code_named(config: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the first key of a configuration whose value is `package.module:callable`; empty if there is none."""
+    for table, key in (("model", "backbone"), ("model", "adapter"), ("method", "name"), ("data", "name")):
+        name = str(config[table][key])
+        if (
+            names_code(name) if key == "backbone" else ":" in name
+        ):  # torchvision:NAME is not code of the server's choice
+            return f"{table}.{key}"
+    return ""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that a site needs to know to do its part. It is the same for every site, and travels in every
@@ -257,9 +275,8 @@ class Plan:
     def parse(cls, text: str) -> Plan:
         try:
             plan = json.loads(text)
-            named = (("model", "backbone"), ("model", "adapter"), ("method", "name"), ("data", "name"))
-            if any(names_code(str(plan["config"][section][key])) for section, key in named):  # before any import
-                raise ValueError("it names a module to import, which a server may not choose at a site")
+            if code := code_named(plan["config"]):  # before any import
+                raise ValueError(f"{code} names a module to import, which a server may not choose at a site")
             config = from_tables(plan["config"])
             kinds = {"federation": str, "channels": int, "multilabel": bool, "backbone": str}
             if any(not isinstance(plan[k], kind) for k, kind in kinds.items()):

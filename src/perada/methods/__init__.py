@@ -16,7 +16,7 @@ from torch import nn
 from ..adapters import adapt
 from ..errors import InputError, unknown
 from ..models import GroupSizes, network_of
-from ..plugins import called, check, find
+from ..plugins import PATH, called, check, find
 from .apfl import APFL
 from .contract import Finisher, Judge, Method, Parts, check_upload, declared_upload
 from .ditto import Ditto
@@ -152,9 +152,10 @@ def name_of(method: Method) -> dict[str, Any]:
         ours, given = (made.func, made.keywords) if isinstance(made, partial) else (made, {})
         if ours is kind and {**defaults, **given} == fixed:
             return {"name": name, **settings}
-    if "." in kind.__qualname__:
-        raise InputError(f"a run folder cannot name {kind.__qualname__}: define it at the top of a module")
-    return {"name": f"{kind.__module__}:{kind.__qualname__}", **settings}
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if not PATH.fullmatch(name):
+        raise InputError(f"a run folder cannot name the method {kind.__qualname__}: define it at the top of a module")
+    return {"name": name, **settings}
 
 
 def sizes_of(method: Method, net: nn.Module, head: str | None = None) -> dict[str, int]:

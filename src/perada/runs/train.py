@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,16 +15,17 @@ import torch
 from .. import __version__
 from ..callbacks import Callback, OnRound
 from ..client.scores import all_scores_on
-from ..config import Config, build, describe, resolve
-from ..data import Federation, build_federation, named_sets
+from ..config import Config, build, describe, federation_of, resolve
+from ..config.settings import RESUMED, changeable, given
+from ..data import Federation, named_sets
 from ..errors import InputError
 from ..experiment import Experiment, Progress, Say
 from ..lanes import Pool
-from ..machine import device_of, precision_of
+from ..machine import precision_of
 from ..methods import sizes_of
 from ..models import same_weights
 from ..report import write_report
-from .folder import RunFolder, locked, write_atomic
+from .folder import Checkpoint, RunFolder, locked, write_atomic
 from .loop import train_in
 from .names import (
     NewFolder,
@@ -38,7 +40,6 @@ from .rows import Evaluation
 from .run import Run
 
 OnProgress = Callable[[Progress], None]
-FREE = ("run.device", "run.lanes", "train.rounds", "data.root")  # what a resumed run may change
 
 
 def train(
@@ -65,15 +66,12 @@ def train(
     gave an earlier run. pool: trains this run's lanes together with other runs'.
     """
     data = None if data is None else str(data)
-    given, source = source, chosen_source(source, data)
-    overrides = dict(set or {})
-    for key, value in (("method.name", method), ("data.root", data), ("run.seed", seed), ("run.device", device)):
-        if value is not None:
-            overrides[key] = value
+    named, source = source, chosen_source(source, data)
+    overrides = given(set, method=method, data=data, seed=seed, device=device)
     with ExitStack() as stack:  # holds the folder's lock, taken before anything in it is changed
         if resume:
             path = Path(out) if out is not None else newest_path(default_out(source, resolve(source, overrides)))
-            run, experiment = _resume(path, given, overrides, federation, say, on_round, stack)
+            run, experiment = _resume(path, named, overrides, federation, say, on_round, stack)
         else:
             config = resolve(source, overrides)
             path = Path(out) if out is not None else default_out(source, config)
@@ -91,6 +89,8 @@ def train(
 
 def run_in(experiment: Experiment, path: Path, callbacks: Sequence[Callback], resume: bool, overwrite: bool) -> Run:
     """Trains an experiment made from Python objects in a folder; returns the run."""
+    if not isinstance(callbacks, Sequence) or not all(isinstance(c, Callback) for c in callbacks):
+        raise InputError("callbacks must be a list of objects, such as [callbacks.EarlyStopping()]")
     config = describe(experiment)
     with ExitStack() as stack:
         if resume:
@@ -99,11 +99,13 @@ def run_in(experiment: Experiment, path: Path, callbacks: Sequence[Callback], re
             stored = resolve(str(path / "config.toml"))
             _same(path, stored, config)
             folder.check_data(experiment.federation.facts())
-            saved, _ = folder.load()
+            saved, skipped = folder.load()
+            for line in skipped:
+                warnings.warn(f"{path}: {line}", stacklevel=3)
+            _not_fewer(path, saved, config)
             if folder.backbone is not None and not same_weights(experiment.net, folder.backbone):
                 raise InputError(f"the network's weights are not those of {folder.backbone}: load them into it first")
-            if saved is not None:
-                _continue(experiment, folder, saved)
+            _continue(experiment, folder, saved)
             write_atomic(path / "config.toml", config.toml().encode())
             run = Run(folder, config, net=experiment.net)
             _train(run, experiment, callbacks, None)
@@ -123,6 +125,8 @@ def _train(run: Run, experiment: Experiment, callbacks: Sequence[Callback], abou
             run.folder.write_json("data.json", {**experiment.federation.facts(), **about})
         if run.folder.backbone is None and (tensors := experiment.frozen_to_save()):
             run.folder.save_backbone(tensors)
+        if about is not None and experiment.now.round:  # it has trained before, maybe to its last round
+            experiment.save(run.folder)
         row = train_in(experiment, run.folder, callbacks)
         conclude(run, experiment, row)
 
@@ -152,11 +156,8 @@ def _resume(
     the public images are may be given anew."""
     folder = RunFolder.open(path)
     stack.enter_context(locked(path))
-    stored, free = str(path / "config.toml"), list(FREE)
-    there, here = (Path(str(p)) for p in (resolve(stored).distill.data, overrides.get("distill.data", "")))
-    if there.name == here.name and there.is_absolute() and here.is_absolute():
-        free.append("distill.data")  # the same file, elsewhere
-    may = {k: v for k, v in overrides.items() if k in free}
+    stored = str(path / "config.toml")
+    may = changeable(resolve(stored), overrides)
     if resolve(stored, overrides) != (config := resolve(stored, may)):
         key = next(k for k in overrides if resolve(stored, {**may, k: overrides[k]}) != config)
         raise InputError(f"{path} was made with another {key}: resume it without that setting, or choose another --out")
@@ -165,40 +166,43 @@ def _resume(
     saved, skipped = folder.load()
     for line in skipped:
         say(line)
-    if saved is not None and saved.round > config.train.rounds:
-        raise InputError(f"{path} has {saved.round} rounds already: Train.rounds={config.train.rounds} would undo some")
-    federation = federation or build_federation(config.data, device_of(config.run.device))
+    _not_fewer(path, saved, config)
+    federation = federation or federation_of(config)
     folder.check_data(federation.facts())
     experiment = build(
         config, folder.backbone, say, federation, pretrain=lambda inner: _pretrain(inner, folder, on_round)
     )
     more = _continue(experiment, folder, saved)
     write_atomic(path / "config.toml", config.toml().encode())
-    if more:
-        (path / "summary.json").unlink(missing_ok=True)  # of fewer rounds; it is written again at the end
-    elif (path / "summary.json").is_file():
-        say(f"{path} was finished already: nothing is left to train; --set train.rounds=N adds rounds")
+    if not more and (path / "summary.json").is_file():
+        say(f"{path} was finished already: nothing is left to train; a larger Train.rounds adds rounds")
     return Run(folder, config), experiment
 
 
-def _continue(experiment: Experiment, folder: RunFolder, saved: Any) -> bool:
+def _not_fewer(path: Path, saved: Checkpoint | None, config: Config) -> None:
+    if saved is not None and saved.round > config.train.rounds:
+        raise InputError(f"{path} has {saved.round} rounds already: Train.rounds={config.train.rounds} would undo some")
+
+
+def _continue(experiment: Experiment, folder: RunFolder, saved: Checkpoint | None) -> bool:
     """Goes on after a checkpoint; returns whether there are rounds left to train."""
     if saved is not None:
         experiment.restore(saved)
     known = experiment.now.round
     more = known < experiment.train.rounds
-    if more and experiment.now.finished:
-        experiment.reopen()
-        known -= 1  # that row was measured after the last stage
+    if more and experiment.now.finished:  # the last stage is undone, and that row was measured after it
+        known -= 1
     folder.cut_metrics(known)
+    if more:
+        (folder.path / "summary.json").unlink(missing_ok=True)  # of fewer rounds; it is written again at the end
     return more
 
 
 def _same(path: Path, stored: Config, config: Config) -> None:
     """Refuses to resume a run with other settings than it was made with."""
     old, new = stored.flat(), config.flat()
-    for key in {**old, **new}:
-        if key not in FREE and old.get(key) != new.get(key):
+    for key in (*new, *(old.keys() - new.keys())):
+        if key not in RESUMED and old.get(key) != new.get(key):
             raise InputError(f"{path} was made with another {key}: give the old one, or choose another folder")
 
 

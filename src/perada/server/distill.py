@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..data.federation import Federation
 from ..data.public import Chunks, as_public
-from ..errors import InputError
+from ..errors import InputError, check_choices
 from ..lanes import (
     Batch,
     LaneModel,
@@ -61,6 +61,7 @@ class Distill:
     candidates: tuple[int, ...] = (20, 60, 150, 500)  # steps after which the student is a candidate
 
     def __post_init__(self) -> None:
+        check_choices(self)
         for name in ("size", "steps", "rounds"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
