@@ -183,6 +183,19 @@ def test_a_copy_of_mixed_types_keeps_them() -> None:
     assert mean(state.only(["w"], ())).params["w"].dtype == torch.float32
 
 
+def test_a_method_that_could_not_be_found_again_is_refused_before_the_training(tmp_path: Path) -> None:
+    """It trains in memory; a run folder could not be opened."""
+
+    class Hidden(FedNova):
+        pass
+
+    sim = tiny(Hidden(), train__rounds=1)
+    with pytest.raises(InputError, match=r"cannot name .*Hidden: define it at the top of a module"):
+        sim.run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert len(list(sim.rounds())) == 1
+
+
 def test_a_bad_setting_of_another_method_is_one_line(installed: str) -> None:
     with pytest.raises(InputError, match=r"unknown key 'method\.server_rate': did you mean 'method\.server_lr'"):
         make_method(installed, {"server_rate": 1.0})

@@ -25,6 +25,7 @@ CASES = {
     "fedalt-adapter": {"train__weight_decay": 0.1, "train__clip": 0.5},
     "fedprox": {"train__momentum": 0.9},
     "feddyn": {},
+    "scaffold": {"train__clip": 0.5},
 }
 
 
@@ -53,6 +54,7 @@ KERNELS = {
     "ditto": {},
     "fedrep": {"train__clip": 0.5, "train__weight_decay": 0.1},
     "pfedme": {"method__inner_steps": 2},
+    "scaffold": {},
 }
 
 
