@@ -74,7 +74,7 @@ class Work:
         """The server's frozen network: its weights are made here where the plan says how, else as they were sent."""
         held = self.state.backbone(self.plan.backbone)
         for weights in (self.config.model.weights, *([str(held)] if held else [])):
-            made = network_of(self.config, len(self.plan.classes))
+            made = planned_network(self.config, len(self.plan.classes))
             made.load(weights)
             if weights_digest(made.net) == self.plan.backbone:
                 return made
@@ -96,7 +96,7 @@ class Work:
         return Trainer(self.model, self.federation, [0], round, run.seed, self.config.train, run.lanes)
 
 
-def network_of(config: Config, classes: int) -> Backbone:
+def planned_network(config: Config, classes: int) -> Backbone:
     """Returns the network of a plan, before its weights are loaded: the server and the sites make the same one."""
     return backbone(config.model.backbone, classes, config.run.seed, config.model.head)
 
@@ -220,7 +220,7 @@ def _log_note(work: Work, text: str) -> None:
 
 def _weights(work: Work, about: About, content: RecordDict) -> RecordDict:
     """Keep the server's backbone, if it is what the plan names."""
-    sent = unpack(content, backbone_state(network_of(work.config, len(work.plan.classes)).net))
+    sent = unpack(content, backbone_state(planned_network(work.config, len(work.plan.classes)).net))
     if digest(sent) != work.plan.backbone:
         raise Refused("the weights are not those of the plan")
     work.state.save_backbone(work.plan.backbone, save({n: t[0].contiguous() for n, t in sent.params.items()}))

@@ -19,7 +19,7 @@ from ..runs.loop import train_in
 from ..runs.moment import Progress
 from ..runs.run import Run
 from ..runs.train import conclude
-from .client import backbone_state, network_of, shapes_of, weights_digest
+from .client import backbone_state, planned_network, shapes_of, weights_digest
 from .cohort import FlowerCohort, Step
 from .link import Link
 from .records import Diary
@@ -51,7 +51,7 @@ class Coordinator:
 
     def __init__(self, settings: ServerSettings, diary: Diary, step: Step) -> None:
         config, self.diary = settings.config, diary
-        network = network_of(config, len(settings.federation.classes))
+        network = planned_network(config, len(settings.federation.classes))
         report, net = network.load(config.model.weights), network.net
         for line in report.lines() if report else ():
             diary.say(line)
