@@ -294,7 +294,7 @@ def _build(tables: dict[str, Any]) -> Config:
                 raise unknown("key", f"{section}.{key}", keys)
     made = {s: _section(s, kind, tables.get(s, {})) for s, kind in SECTIONS.items()}
     made["data"] = replace(made["data"], root=_absolute(made["data"].root, ("",)))
-    made["model"] = replace(made["model"], weights=_absolute(made["model"].weights, WEIGHTS))
+    made["model"] = replace(made["model"], weights=_absolute(made["model"].weights, (*WEIGHTS, GIVEN)))
     public = made["distill"].data
     made["distill"] = replace(made["distill"], data=public if is_public_name(public) else _absolute(public, ()))
     settings = {k: v for k, v in method.items() if k != "name"}
