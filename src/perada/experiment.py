@@ -136,6 +136,7 @@ class Experiment:
     head: the name of the prediction layer; by default the last linear layer.
     public: the server's images for distillation, uint8 `[n, C, H, W]`; only methods that distil need them.
     cohort: who trains; by default all clients of the federation on this machine.
+    run: the fields of `RunOptions`: seed, eval_every, device, precision, lanes, ...
     """
 
     def __init__(
@@ -153,6 +154,8 @@ class Experiment:
         to_train: bool = True,
         **run: Any,
     ) -> None:
+        if isinstance(method, type) or not hasattr(method, "parts"):
+            raise InputError(f"a method must be an object, such as perada.methods.Ditto(), not {method!r}")
         self.options = run.pop("options", None) or RunOptions(**run)
         self.device, self.dtype = device_of(self.options.device), DTYPES[self.options.precision]
         arithmetic(self.options.precision, self.device)
@@ -187,7 +190,9 @@ class Experiment:
         if not self.distils:
             return []
         if images is None:
-            raise InputError("distillation needs public images: set Distill.data, or Distill.steps=0")
+            raise InputError(
+                "distillation needs public images: set Distill.data (or the argument `public`), or Distill.steps=0"
+            )
         chunks = public_chunks(images, self.federation, self.distill, self.dtype)
         if self.device.type == "cuda":
             chunks.keep_stems(self.model, torch.cuda.mem_get_info(self.device)[0] // 4)
