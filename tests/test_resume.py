@@ -404,7 +404,7 @@ def test_a_full_disk_is_one_line_and_exit_code_1(
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[-1].startswith("error: ")
     assert "No space left on device" in lines[-1]
-    assert lines[-1].endswith(f"it is saved up to round 1: mend it, then perada train --out {out} --resume")
+    assert lines[-1].endswith(f"it is saved up to round 1: fix this, then perada train --out {out} --resume")
     monkeypatch.setattr(os, "link", real)
     monkeypatch.undo()
     assert train(out, "--resume", method__name="perada-no-kd", train__rounds=3) == 0
@@ -423,7 +423,7 @@ def test_a_disk_that_is_full_at_once_is_one_line_that_says_how_to_go_on(
     line = capsys.readouterr().err.strip().splitlines()[-1]
     again = f"perada train --out {out} --resume"
     target = out / "checkpoints" / "round-0001"
-    assert line == f"error: cannot write {target}: File too large; no round is saved yet: mend it, then {again}"
+    assert line == f"error: cannot write {target}: File too large; no round is saved yet: fix this, then {again}"
     assert cli.main(shlex.split(again)[1:]) == 0
 
 

@@ -65,6 +65,7 @@ class Experiment:
     head: the name of the prediction layer; by default the last linear layer.
     public: the server's images for distillation, uint8 `[n, C, H, W]`; only methods that distil need them.
     cohort: who trains; by default all clients of the federation on this machine.
+    run: the fields of `RunOptions`: seed, eval_every, device, precision, lanes, ...
     """
 
     def __init__(
@@ -121,7 +122,9 @@ class Experiment:
         if not self.distils:
             return []
         if images is None:
-            raise InputError("distillation needs public images: set Distill.data, or Distill.steps=0")
+            raise InputError(
+                "distillation needs public images: set Distill.data (or the argument `public`), or Distill.steps=0"
+            )
         chunks = public_chunks(images, self.federation, self.distill, self.dtype)
         if self.device.type == "cuda":
             chunks.keep_stems(self.model, torch.cuda.mem_get_info(self.device)[0] // 4)

@@ -21,6 +21,9 @@ def check(kind: str, group: str, name: str, ours: Mapping[str, Any]) -> None:
         if not PATH.fullmatch(name):
             raise InputError(f"{kind} {name!r} is not a name and not package.module:callable")
     elif name not in ours and not entry_points(group=group, name=name):
+        module, dot, attribute = name.rpartition(".")
+        if dot:
+            raise InputError(f"unknown {kind} {name!r}: write {module}:{attribute} for one of your own")
         raise unknown(kind, name, [*ours, *(e.name for e in entry_points(group=group))])
 
 

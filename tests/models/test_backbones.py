@@ -337,7 +337,7 @@ def test_a_download_that_fails(torchvision: list[Any], monkeypatch: pytest.Monke
 
 
 def test_a_backbone_object_is_checked() -> None:
-    with pytest.raises(InputError, match=r"must be a torch\.nn\.Module, not str"):
+    with pytest.raises(InputError, match=r"must be a torch\.nn\.Module, not 'resnet18'"):
         Backbone("resnet18")  # type: ignore[arg-type]
     assert Backbone(resnet("resnet8", 4)).head == "fc"
 

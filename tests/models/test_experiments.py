@@ -168,3 +168,9 @@ def test_a_run_of_own_objects_goes_on(tmp_path: Path) -> None:
         Experiment(NoNorm(CLASSES), given(), Ditto(), train=replace(TRAIN, rounds=4), seed=5).run(
             tmp_path / "parts", resume=True
         )
+
+
+@pytest.mark.parametrize("method", [Ditto, "ditto"])
+def test_a_method_is_an_object(method: Any) -> None:
+    with pytest.raises(InputError, match=r"a method must be an object, such as perada\.methods\.Ditto\(\), not "):
+        Experiment(network("no norm"), given(), method)

@@ -57,6 +57,11 @@ class Federation:
     seed: int = 0  # of the split, and of the order of public images
     options: DataOptions = field(default_factory=lambda: DataOptions(name=GIVEN))  # that make it again
 
+    def __repr__(self) -> str:
+        shape = "×".join(map(str, self.images.shape[1:]))
+        size = f"{len(self.clients)} clients, {len(self.images):,} images of {shape}, {len(self.classes)} classes"
+        return f"Federation({self.name!r}: {size})"
+
     @classmethod
     def from_arrays(
         cls,

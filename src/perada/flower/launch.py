@@ -205,7 +205,8 @@ def plan_site(
     certs.check_sites([settings.name])
     address = Address.parse(settings.server)
     check_plain(address, insecure, confirmed)
-    if not Path(settings.data).exists():
+    path = Path(settings.data)
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         raise InputError(f"no data at {settings.data}: give --data FOLDER with class/image files")
     ca, private = folder / "certs" / "ca.crt", folder / "certs" / "sites" / f"{settings.name}.key"
     if insecure:
@@ -305,7 +306,7 @@ class _LogSummary:
     """Shows the user what matters in a SuperNode's log."""
 
     def __init__(self, site: SiteService, say: Say) -> None:
-        self.site, self.say, self.round = site, say, ""
+        self.site, self.say, self.round, self.error = site, say, "", ""
 
     def __call__(self, line: str) -> None:
         if (text := marked(line)) is not None:
@@ -316,5 +317,9 @@ class _LogSummary:
             self.round = match[1]
         elif match := re.search(r"Receiving: (\S+) message", line):
             self.say(f"round {self.round}: {match[1]}" if self.round else match[1])
+        elif match := re.match(r"site \S+: (error: .*)", line):
+            if match[1] != self.error:  # the server asks again every few seconds
+                self.error = match[1]
+                self.say(self.error)
         elif re.search(r"ERROR\s*:", line) or "raised an exception" in line:
             self.say(f"error in {self.site.home / 'site.log'}: {line.split(':', 1)[-1].strip()}")

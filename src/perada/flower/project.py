@@ -183,9 +183,11 @@ methods = []  # the methods that this site takes part in, such as ["perada"]; em
 def _certs_file(server: Address, sites: Sequence[str]) -> str:
     """Returns certs.sh. For a trial on one machine it makes the sites' keys too."""
     keys = f" --sites {','.join(sites)}" if server.loopback else ""
+    who = "All sites are on this machine, so it makes their keys too. Elsewhere each" if server.loopback else "Each"
     return f"""#!/bin/sh
 # Makes an authority and the server's certificate in certs/, and overwrites nothing.
-# Give a --server-name for every name and address that sites dial. Each site makes its own key:
+# Give a --server-name for every name and address that sites dial.
+# {who} site makes its own key:
 #   perada flower certs certs --keys-only --sites NAME      and sends certs/sites/NAME.pub to the server's certs/sites/
 set -eu
 cd "$(dirname "$0")"

@@ -129,7 +129,7 @@ def _known(path: Path) -> dict[str, Any]:
             raise ValueError
         _ = [found[k] for k in (*KEYS, "status")]
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} is damaged: mend it, or give the run another name") from error
+        raise InputError(f"{file} is damaged: fix it, or give the run another name") from error
     return found
 
 

@@ -31,7 +31,9 @@ class Backbone:
 
     def __post_init__(self) -> None:
         if not isinstance(self.net, nn.Module):
-            raise InputError(f"a backbone must be a torch.nn.Module, not {type(self.net).__name__}")
+            what = repr(self.net) if isinstance(self.net, str) else type(self.net).__name__
+            hint = ": perada.models.backbone(name, classes).net is one" if isinstance(self.net, str | Backbone) else ""
+            raise InputError(f"a backbone must be a torch.nn.Module, not {what}{hint}")
         if not self.head:
             object.__setattr__(self, "head", last_linear(self.net))
         elif not self.head_layer:

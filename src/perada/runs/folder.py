@@ -200,7 +200,9 @@ class RunFolder:
         if names and not (path / "config.toml").is_file():
             raise InputError(f"{path} exists and is no run, so it is not overwritten: choose another --out")
         if names and not overwrite:
-            raise InputError(f"{path} exists: --resume continues it, --overwrite replaces it, --out picks another")
+            raise InputError(
+                f"{path} exists: resume it, overwrite it or choose another folder (--resume, --overwrite, --out)"
+            )
         if {n for n in names if not (n[0] == "." and n.endswith(".part"))} - PARTS:  # a kill leaves such a part
             raise InputError(f"{path} holds more than a run, so it is not overwritten: choose another --out")
 
@@ -221,6 +223,8 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         if not (path / "config.toml").is_file():
+            if (path / "plan.json").is_file():
+                raise InputError(f"{path} holds several runs: name one of the folders in it")
             raise InputError(f"{path} is not a run folder (no config.toml): train first, or check the path")
         return cls(path)
 

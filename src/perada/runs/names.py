@@ -134,7 +134,7 @@ def resumable(path: Path, command: str = "perada train") -> Iterator[None]:
         if isinstance(error, OSError) and error.strerror:  # a write that fails does not know the file's name
             reason = f"{error.filename or path}: {error.strerror}"
         again = f"{command} --out {shlex.quote(str(path))} --resume"
-        raise RunError(reason, f"{_saved(path)}: mend it, then {again}") from error
+        raise RunError(reason, f"{_saved(path)}: fix this, then {again}") from error
 
 
 def _saved(path: Path) -> str:

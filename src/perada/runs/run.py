@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..client.scores import Scores, personal_scores, scores_on
@@ -90,7 +91,9 @@ class Run:
     def federation(self) -> Federation:
         """Who holds what; needs the data, not the weights."""
         if (self.path / "flower.json").is_file():
-            raise InputError(f"the images of {self.path} are at its sites: they cannot be evaluated here")
+            raise InputError(
+                f"the images and personal models of {self.path} are at its sites: use `perada flower predict` there"
+            )
         if self.config.data.name == GIVEN:
             raise InputError(
                 f"{self.path} was made with data from Python: perada.load({str(self.path)!r}, federation=...)"
@@ -144,6 +147,8 @@ class Run:
 
     def normalise(self, images: Tensor) -> Tensor:
         """uint8 `[n, C, H, W]` -> what `model()` takes."""
+        if images.dtype != torch.uint8:
+            raise InputError(f"normalise takes uint8 images, 0 to 255, not {images.dtype}")
         return self.names.prepare(images, DTYPES[self.config.run.precision])
 
     def evaluate(
