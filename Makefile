@@ -28,6 +28,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # Builds the wheel, installs it into an empty environment and trains from it, so that a file missing from
 # the wheel cannot hide behind the source tree.

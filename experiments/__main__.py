@@ -1,4 +1,4 @@
-"""`python -m experiments`: the paper's experiments, run by run."""
+"""`python -m experiments`: runs the paper's experiments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .commands import app
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; exit codes as `perada` has them."""
+    """Runs one command. Returns the exit codes of `perada`."""
     return run_app(arguments, app)
 
 

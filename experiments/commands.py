@@ -1,4 +1,4 @@
-"""`python -m experiments ...`: parse, call, print. Each experiment is a command of its own."""
+"""`python -m experiments ...`: parse, call, print. Each experiment has its own command."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ from perada.cli.watch import watched
 from perada.errors import InputError
 from perada.runs.names import not_empty
 
-from . import pack as packing
 from .document import over_seeds, variants_of, write_document
 from .overview import corrections, overview, words
-from .plans import NAMES, REPORTED, TITLES, experiments
+from .plans import experiments
 from .results import METRICS, Result, value
-from .running import Clock, Place, State, lay_over, reproduce, state_of
+from .running import Clock, Place, State, lay_over, run_experiment, state_of
 from .study import settled, validation_of
+from .trials import NAMES, REPORTED, TITLES
 
-app = typer.Typer(no_args_is_help=True, help="The paper's experiments, run by run; `list` says how far they are.")
+app = typer.Typer(no_args_is_help=True, help="The paper's experiments, run by run; `list` shows what is left.")
 
-Data = Annotated[str | None, typer.Option("--data", metavar="FOLDER", help="with the data sets; default as in presets")]
+Data = Annotated[
+    str | None, typer.Option("--data", metavar="FOLDER", help="folder of the data sets; default: the preset's")
+]
 Weights = Annotated[Path | None, typer.Option(metavar="FILE", help="the pretrained backbone")]
 Statistics = Annotated[
     Path | None, typer.Option(metavar="FILE", help="running statistics to lay over the weights (other image sizes)")
 ]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="run folders")]
-Results = Annotated[Path, typer.Option("--results", metavar="DIR", help="one small JSON file a run")]
+Results = Annotated[Path, typer.Option("--results", metavar="DIR", help="one small JSON file per run")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")]
-Minutes = Annotated[float | None, typer.Option(metavar="N", help="stop, saved, before this many minutes are over")]
-Together = Annotated[int, typer.Option(min=0, help="runs at once; 0: as many as is sensible on this device")]
+Minutes = Annotated[float | None, typer.Option(metavar="N", help="save and stop before this many minutes are over")]
+Together = Annotated[int, typer.Option(min=0, help="runs at once; 0: the device decides")]
 Only = Annotated[str | None, typer.Option(metavar="A,B", help="only these runs, or groups of runs; default all")]
-RUNS, RESULTS = Path("runs/reproduce"), Path("results")
+RUNS, RESULTS = Path("runs/run_experiment"), Path("results")
 
 
 def _command(name: str) -> Callable[..., None]:
-    """The command of one experiment."""
+    """Returns the command of one experiment."""
 
     def command(
         data: Data = None,
@@ -62,12 +64,12 @@ def _command(name: str) -> Callable[..., None]:
         clock = Clock(minutes)
         if statistics is not None:
             if weights is None:
-                raise InputError("--statistics are laid over weights: give those with --weights")
+                raise InputError("--statistics changes the file of --weights: give both")
             weights = lay_over(weights, statistics, out_dir)
         some = [n.strip() for n in (only or "").split(",") if n.strip()]
         place = Place(out_dir, results, data, None if weights is None else str(weights), device)
         with watched() as watch:
-            state = reproduce(experiments()[name], place, clock, together, some, watch.run, watch.round, say)
+            state = run_experiment(experiments()[name], place, clock, together, some, watch.run, watch.round, say)
         stands = overview(experiments()[name], results, out_dir, corrections(results))
         chosen = _settled(name, results)
         if as_json:
@@ -78,11 +80,11 @@ def _command(name: str) -> Callable[..., None]:
             table, about = _scores(state)
             out.print(table)
             where = "" if results == RESULTS else f" --results {shlex.quote(str(results))}"
-            more = f"\nbeside the paper's numbers, with figures: python -m experiments document{where}"
+            more = f"\nwith the paper's numbers and figures: python -m experiments document{where}"
             tell(about + (more if name in REPORTED else ""))
         tell(words(stands))
         if chosen:
-            tell(f"settled by validation data: {chosen}")
+            tell(f"chosen on validation data: {chosen}")
 
     command.__doc__ = f"{TITLES[name]}."
     return command
@@ -92,14 +94,14 @@ SHOWN = {"Local": "Local", "Global": "Global", "corruptions": "shifted", "global
 
 
 def _lines(state: State) -> dict[str, list[Result]]:
-    """What was tested: a line a method where there are seeds, else a line a run."""
+    """Returns what was tested: one line per method where there are several seeds, else one per run."""
     tested = [t.name for t in state.experiment.trials if t.tested and t.name in state.found]
     several = len({state.found[name]["seed"] for name in tested}) > 1
     return variants_of(state) if several else {name: [state.found[name]] for name in tested}
 
 
 def _numbers(state: State) -> dict[str, dict[str, dict[str, float | int | None]]]:
-    """The same for a program: line -> metric -> mean, half of its interval, seeds."""
+    """Returns the scores for a program: line -> metric -> mean, half of its interval, seeds."""
     held = {name: {m: over_seeds(several, m) for m in METRICS} for name, several in _lines(state).items()}
     return {
         name: {m: {"mean": v.mean, "half": v.half, "seeds": v.seeds} for m, v in found.items() if v is not None}
@@ -108,14 +110,14 @@ def _numbers(state: State) -> dict[str, dict[str, dict[str, float | int | None]]
 
 
 def _scores(state: State) -> tuple[Table, str]:
-    """What the runs came to, and what that is; validation data where nothing is tested. The document has more."""
+    """Returns a table of scores and its caption; validation data where no run is tested. The document has more."""
     lines = _lines(state)
     if not lines:
         table = house_table(None, "run", "Local", "server")
         for trial in (t.name for t in state.experiment.trials if t.name in state.found):
             seen = validation_of(state.found[trial])
             table.add_row(trial, *("" if v is None else f"{v:.2f}" for v in (seen.local, seen.server)))
-        return table, "validation data in %, personal models: at the clients, and what the server holds back"
+        return table, "validation data in %, personal models: the clients' own, and images that the server holds back"
     metrics = [m for m in SHOWN if any(value(r, m) is not None for several in lines.values() for r in several)]
     table, wide = house_table(None, "run", "seeds", *(SHOWN[m] for m in metrics)), out.width >= 80
     for name, several in lines.items():
@@ -123,13 +125,13 @@ def _scores(state: State) -> tuple[Table, str]:
         shown = ["" if v is None else v.text() if wide else f"{v.mean:.2f}" for v in found]
         table.add_row(name, str(len(several)), *shown)
     half = " ± half of the 95% interval" if wide else ""
-    return table, f"%, over clients, then seeds{half}; server: the global model"
+    return table, f"%, mean over clients, then seeds{half}; server: the global model"
 
 
 def _settled(name: str, results: Path) -> dict[str, Any] | None:
-    """What a study of stages came to; of other experiments nothing."""
+    """Returns the distillation that a study settled; None for other experiments."""
     experiment = experiments()[name]
-    if not any(c.rule == "study" for c in experiment.choices):
+    if not any(c.rule in ("study", "settle") for c in experiment.choices):
         return None
     return settled(experiment, {n: validation_of(r) for n, r in state_of(experiment, results).found.items()})
 
@@ -140,9 +142,9 @@ for _name in NAMES:
 
 @app.command("list")
 def list_command(results: Results = RESULTS, out_dir: Out = RUNS, as_json: AsJson = False) -> None:
-    """The experiments: runs done and left, and their minutes."""
+    """Show the experiments: runs done and left, and their minutes."""
     if results.exists() and not results.is_dir():
-        raise InputError(f"{results} is no folder: --results is the one that `python -m experiments NAME` writes")
+        raise InputError(f"{results} is not a folder: --results names the one that `python -m experiments NAME` writes")
     known = corrections(results)
     found = [overview(e, results, out_dir, known) for e in experiments().values()]
     if as_json:
@@ -154,7 +156,7 @@ def list_command(results: Results = RESULTS, out_dir: Out = RUNS, as_json: AsJso
 def _table(found: list[dict[str, Any]]) -> Table:
     table = house_table(None, "experiment", "runs", "done", "begun", "min done", "min left", "what")
     table.columns[-1].justify = "left"
-    table.caption = "minutes left: by measured runs of the same method where there are any (=), else estimated (~)"
+    table.caption = "minutes left: from measured runs of the same method (=), or estimated (~)"
     for one in found:
         mark = "" if not one["minutes_left"] else "=" if one["measured"] else "~"
         table.add_row(
@@ -174,35 +176,10 @@ def document_command(
     results: Results = RESULTS,
     out_file: Annotated[Path, typer.Option("--out", metavar="FILE.md")] = Path("docs/results.md"),
 ) -> None:
-    """docs/results.md and its figures, from the results alone."""
+    """Write docs/results.md and its figures from the results alone."""
     if not results.is_dir():
         raise InputError(
             f"no such folder: {results}: `python -m experiments NAME` writes results, --results says where"
         )
     files = write_document(results, out_file)
     tell(f"wrote {out_file} and {len(files) - 1} figures")
-
-
-@app.command("pack")
-def pack_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a run folder, or a folder of them")],
-    out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="where the pieces go")],
-    piece: Annotated[float, typer.Option(metavar="MIB", min=0.001, help="most of one piece")] = packing.PIECE / 2**20,
-) -> None:
-    """Run folders as numbered pieces with checksums, to go on with on another machine."""
-    about = packing.pack(folder, out_dir, int(piece * 2**20))
-    size = sum(p["bytes"] for p in about["pieces"]) / 2**20
-    line = (
-        f"{about['files']} files, {size:.1f} MiB in {len(about['pieces'])} pieces; carry them and {about['name']}.json"
-    )
-    tell(line)
-
-
-@app.command("unpack")
-def unpack_command(
-    about: Annotated[Path, typer.Argument(metavar="NAME.json", help="the file that `pack` wrote beside its pieces")],
-    out_dir: Annotated[Path, typer.Option("--out", metavar="DIR", help="the folder is made in here")],
-) -> None:
-    """The folder that `pack` took apart."""
-    files = packing.unpack(about, out_dir)
-    tell(f"{files} files in {out_dir}")

@@ -1,4 +1,4 @@
-"""The document's figures, as files that show in a browser or on a code host by themselves."""
+"""The document's figures, as files that a browser or a code host shows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from perada.report.svg import colour, dash, element, number, text
 
 from .results import METRICS, Result, value
 
-LETTER = 6.2  # pixels that a letter of a title takes
+LETTER = 6.2  # pixels per letter of a title
 
 
 def standalone(drawing: str, title: str, legend: Sequence[str]) -> str:
-    """A picture of the report with its colours, a title and a legend, as one file."""
+    """Returns a picture of the report with its colours, a title and a legend as one file."""
     found = re.match(r'<svg viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing)
     assert found is not None
     width, height = float(found[1]), float(found[2])
@@ -51,7 +51,7 @@ def standalone(drawing: str, title: str, legend: Sequence[str]) -> str:
 
 
 def _style() -> str:
-    """The report's colours and lines."""
+    """Returns the report's colours and lines."""
     whole = (resources.files("perada") / "report" / "style.css").read_text("utf8")
     colours = whole[: whole.index("* {")]
     lines = [line for line in whole.splitlines() if re.match(r"(svg \.|svg \[|\.k\d)", line)]
@@ -59,12 +59,12 @@ def _style() -> str:
 
 
 def late(result: Result) -> bool:
-    """Whether its personal models come with the method's last stage: what was measured before is the global model."""
+    """Returns whether a result has personal models only after its last stage; before it, they are the global model."""
     return isinstance(REGISTRY[result["method"]](), Finisher)
 
 
 def over_rounds(runs: Mapping[str, Sequence[Result]], section: str, key: str = "mean") -> list[Series]:
-    """One line a method: the mean over its runs, at the rounds that all of them have."""
+    """Returns one line per method: the mean over its runs at the rounds that all of them have."""
     found = []
     for i, (name, several) in enumerate(runs.items()):
         rows = [{r["round"]: (r.get(section) or {}).get(key) for r in one["rows"]} for one in several]
@@ -81,7 +81,7 @@ def convergence(runs: Mapping[str, Sequence[Result]], title: str, section: str, 
 
 
 def variants(runs: Mapping[str, Result], metrics: Sequence[str], title: str) -> str:
-    """A row a variant, a dot a metric."""
+    """Returns a figure with one row per variant and one dot per metric."""
     assert all(m in METRICS for m in metrics)
     found = [(m, {name: value(r, m) for name, r in runs.items()}) for m in metrics]
     known = "; ".join(f"{name}: " + ", ".join(f"{m} {_shown(v.get(name))}" for m, v in found) for name in runs)

@@ -1,4 +1,4 @@
-"""How far an experiment is, and what is left of it in minutes."""
+"""How many runs of an experiment are done, and how many minutes are left."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from perada.config import Config, resolve
 from perada.runs.folder import RunFolder
 from perada.server.distill import STATISTICS
 
-from .plans import Experiment, experiments
+from .plans import experiments
 from .running import State, state_of
+from .trials import Experiment
 
-SHIFTED = 30.0  # seconds of the 95 corrupted test sets at the end of a run, estimated
+SHIFTED = 30.0  # estimated seconds of the 95 corrupted test sets at the end of a run
 Kind = tuple[str, str]  # (preset, method)
 
 
 def overview(experiment: Experiment, root: Path, out: Path | None, known: Mapping[Kind, float]) -> dict[str, Any]:
-    """One line of `python -m experiments list`; `out` has the run folders, if any; `known` are `corrections`.
+    """Returns one line of `python -m experiments list`.
 
-    Minutes are of the machine: runs that were trained together share theirs. What is left is an estimate, corrected by
-    what runs of the same method took (on any machine); `measured` says whether there are such of all that is left.
+    Minutes are machine time: runs that trained together share them. The minutes left are an estimate, corrected by
+    `known` (see `corrections`); `measured` says whether all of it could be corrected. `out` has the run folders.
     """
     state = state_of(experiment, root)
     begun, seconds, measured = dict[str, list[int]](), 0.0, True
@@ -44,14 +45,14 @@ def overview(experiment: Experiment, root: Path, out: Path | None, known: Mappin
         "begun": begun,
         "other_settings": sorted(state.stale),
         "minutes_done": sum(map(taken, state.found.values())) / 60,
-        "at_most": any(r.get("shared_gpu") for r in state.found.values()),  # runs beside each other count twice
+        "at_most": any(r.get("shared_gpu") for r in state.found.values()),  # processes that shared a GPU count twice
         "minutes_left": seconds / 60,
         "measured": measured,
     }
 
 
 def words(found: dict[str, Any]) -> str:
-    """What `overview` gave, as a line at the end of a slice."""
+    """Returns an overview as one line of text."""
     most = "at most " if found["at_most"] else ""
     line = f"{found['experiment']}: {found['done']} of {found['runs']} runs done"
     line += f" in {most}{found['minutes_done']:.1f} minutes"
@@ -65,12 +66,12 @@ def words(found: dict[str, Any]) -> str:
 
 
 def taken(result: dict[str, Any]) -> float:
-    """Seconds of the machine."""
+    """Returns the machine seconds of a run."""
     return float(result["seconds"]) / int(result["together"])
 
 
 def corrections(root: Path) -> dict[Kind, float]:
-    """What runs took beside what was expected of them."""
+    """Returns per preset and method the measured time divided by the expected time."""
     spent, wanted = dict[Kind, float](), dict[Kind, float]()
     for one in experiments().values():
         state = state_of(one, root) if (root / one.name).is_dir() else State(one)
@@ -84,7 +85,7 @@ def corrections(root: Path) -> dict[Kind, float]:
 
 
 def expected(experiment: Experiment, config: Config) -> float:
-    """Seconds of a whole run, alone on one H200; runs that are trained together take less each."""
+    """Returns the expected seconds of a run alone on one H200; runs that train together take less each."""
     rounds, by_method = config.train.rounds, experiment.seconds
     found = rounds * by_method.get(config.method_name, by_method[""])
     if config.make_method().parts.distils and config.distill.steps:
@@ -97,5 +98,5 @@ def expected(experiment: Experiment, config: Config) -> float:
 
 
 def _likely(experiment: Experiment, name: str) -> Config:
-    """Of a run whose settings hang on a choice that is not made yet."""
+    """Returns the likely settings of a run that depends on an open choice."""
     return resolve(experiment.preset, {**experiment.settings, **experiment.trial(name).settings})

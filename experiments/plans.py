@@ -1,117 +1,40 @@
-"""The experiments as data: named runs, which of them are trained together, and what is chosen between them."""
+"""The experiments as data: named runs, which of them train together, and what is chosen between them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from perada.config import resolve
 from perada.data import VALIDATION
 from perada.methods import REGISTRY, grids
 
-MAIN = ("perada", "perada-no-kd", "ditto", "fedavg-ft", "standalone")  # the methods that every table has
-GUARDLESS: dict[str, str] = {
-    "method.name": "perada",
-    "distill.guard": "none",
-}  # every student is broadcast, as in Algorithm 1: always a row of its own
-LITERALLY: dict[str, Any] = {  # the paper's text, as it reads
-    **GUARDLESS,
-    "distill.teacher_norm": "running",
-    "distill.keep_stats": "student",
-    "distill.steps": 500,
-    "distill.lr": 1e-3,
-}
-Settings = Mapping[str, Any]
-TITLES = {  # in the order of their worth
-    "distill-study": "Which distillation: CIFAR-10, 40 rounds, one seed, chosen by validation data",
-    "main": "The main table: CIFAR-10, 200 rounds, 3 seeds",
-    "others": "The other 16 methods: CIFAR-10, one seed, 50 rounds, each tuned on validation data",
-    "ablations": "Ablations: distillation steps, images and sets, λ, initialisation; CIFAR-10, one seed, 50 rounds",
-    "pacs": "One domain a client: PACS at 64 pixels in the place of Office-Home, 100 rounds, 3 seeds",
-    "xrays": "Chest X-rays: 5 labels, AUC, 4,999 NIH images in the place of CheXpert, 30 rounds, 3 seeds",
-    "digits": "The machinery itself: embedded digits, 3 rounds, 2 seeds, on a CPU in half a minute; no result",
-}
-NAMES = tuple(TITLES)
-REPORTED = NAMES[:-1]  # those that the document is about
+from .studies import first_study, settle
+from .trials import (
+    CIFAR10,
+    DISTILLING,
+    GPU,
+    GUARDLESS,
+    LITERALLY,
+    SECONDS,
+    SELDOM,
+    SHIFTS,
+    SMALL_SECONDS,
+    Choice,
+    Experiment,
+    Settings,
+    Trial,
+)
 
-
-@dataclass(frozen=True)
-class Trial:
-    """One run. `settings` stand over the experiment's; where it `follows` a choice, over what that chose."""
-
-    name: str
-    group: str  # the runs of a group are trained together, and before a run of the next group is begun
-    settings: Settings
-    follows: str = ""
-    tested: bool = True  # False: evaluated on validation data alone, and its folder goes when its result is written
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What is settled by validation data when all of `among` are done; the winner of `before` stands for election,
-    too. `study.py` has the rules."""
-
-    name: str
-    among: tuple[str, ...]
-    rule: Literal["local", "study"] = "local"
-    before: str = ""
-    reference: str = ""  # rule "study": the run without distillation, which nobody may fall behind
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """A list of runs on one split. `file` is what is looked for in the folder that is given as --data.
-
-    Of a round on one H200, as far as measured, else estimated: `seconds` of its training by method ("" for others);
-    `distilling`, the seconds of the teachers and the guard, and those of one step.
-    """
-
-    name: str
-    preset: str
-    settings: Settings
-    trials: tuple[Trial, ...]
-    choices: tuple[Choice, ...] = ()
-    file: str = ""
-    needs_weights: bool = True
-    seconds: Mapping[str, float] = field(default_factory=lambda: {"": 1.0})
-    distilling: tuple[float, float] = (0.0, 0.0)
-
-    @property
-    def title(self) -> str:
-        return TITLES[self.name]
-
-    def trial(self, name: str) -> Trial:
-        return next(t for t in self.trials if t.name == name)
-
-    def choice(self, name: str) -> Choice:
-        return next(c for c in self.choices if c.name == name)
-
-    @property
-    def groups(self) -> list[str]:
-        return list(dict.fromkeys(t.group for t in self.trials))
-
-
-GPU: Settings = {"run.precision": "bf16", "run.checkpoint_every": 10}
-# To take a checkpoint of 20 full models stops, for a second or two, all runs that are trained together.
-SELDOM: Settings = {"run.checkpoint_every": 50}
-SHIFTS: Settings = {"run.shifts": True}
-CIFAR10: Settings = {**GPU, "data.min_per_class": 2}  # as the authors' code has it; the paper names Dir(0.1) alone
-# docs/performance.md for adapters (three runs in a pool); full models by the ratio of measured steps (16 lanes: 4.4 ms
-# to 1.65 ms; 8 lanes, where a client has one model: 2.8 ms).
-SECONDS = {"perada": 0.8, "perada-no-kd": 0.8, "ditto": 2.2, "pfedme": 3.6, "apfl": 2.4, "": 1.4}
-DISTILLING = (0.17, 0.0023)
-SMALL_SECONDS = {"perada": 0.4, "perada-no-kd": 0.4, "ditto": 1.2, "": 0.7}
+MAIN = ("perada", "perada-no-kd", "ditto", "fedavg-ft", "standalone")  # the methods in every table
 
 
 def main_trials(preset: str, seeds: Sequence[int]) -> tuple[Trial, ...]:
-    """The five methods and PerAda without its guard, where the preset has one.
+    """Returns the runs of the five methods, and of PerAda without its guard where the preset has one.
 
-    Seeds of what shares its steps are trained together, on a GPU six runs at once, since the more lanes there are the
-    less each costs: the adapters first, which are what distillation is judged by, then Ditto with its two full models a
-    client, then the others. A session on a borrowed GPU should end with complete runs: where its time is too short for
-    a group, --only names some of it.
+    Runs that share their steps train together, six at once on a GPU, because a lane costs less among many. Adapters
+    come first, since distillation is judged by them, then Ditto with two full models per client, then the others.
     """
     variants = {m: {"method.name": m} for m in MAIN} | {"perada-guard-none": GUARDLESS}
     groups: dict[str, tuple[str, ...]] = {"adapters": ("perada", "perada-no-kd", "perada-guard-none")}
@@ -126,81 +49,8 @@ def main_trials(preset: str, seeds: Sequence[int]) -> tuple[Trial, ...]:
     )
 
 
-# Where the study begins: teachers normalised by the public data, a guard at the clients, and 150 steps: the paper's 500
-# cost more than all training of a round, so they are a run of their own. So is the paper's rate, 1e-3: the adapters'
-# weights begin at 1e-4, and Adam at that rate makes them so much larger that the averaged statistics are nonsense for
-# them (`benchmarks/distilled.py`; all 200 rounds of a run were refused). Written out, so that settling a preset by the
-# study does not change what the study was.
-BEGINNING: Settings = {
-    "distill.steps": 150,
-    "distill.lr": 1e-4,
-    "distill.rounds": 0,
-    "distill.teacher_norm": "public",
-    "distill.student_norm": "batch",
-    "distill.keep_stats": "student",
-    "distill.guard": "clients",
-    "distill.candidates": [20, 60, 150],
-    "distill.pull": 0.0,
-    "distill.weight_decay": 0.0,
-}
-
-
-# Stage by stage: what a stage chose is what the next one varies. The last stage has two more without a guard, that
-# distil gently, or in the first rounds alone.
-STAGES: dict[str, dict[str, Settings]] = {
-    "norms": {
-        "default": {},
-        "teacher-running": {"distill.teacher_norm": "running"},
-        "student-frozen": {"distill.student_norm": "frozen"},
-        "stats-average": {"distill.keep_stats": "average"},
-    },
-    "guard": {
-        "guard-none": {"distill.guard": "none"},
-        "guard-server": {"distill.guard": "server"},
-        "candidates-early": {"distill.candidates": [5, 10, 20, 40]},
-    },
-    "rate": {
-        "lr-1e-3": {"distill.lr": 1e-3},
-        "lr-3e-5": {"distill.lr": 3e-5},
-        "steps-500": {"distill.steps": 500},
-    },
-    "hold": {
-        "rounds-10": {"distill.rounds": 10},
-        "pull-weak": {"distill.pull": 0.01},
-        "pull-strong": {"distill.pull": 0.1},
-        "decay": {"distill.weight_decay": 1e-3},
-        "none-gentle": {"distill.guard": "none", "distill.lr": 3e-5, "distill.steps": 50, "distill.pull": 0.1},
-        "none-rounds-10": {"distill.guard": "none", "distill.rounds": 10},
-    },
-}
-
-
-def _study() -> Experiment:
-    """The stages, the run without distillation, and the paper's text read literally, which is shown and chosen by
-    nobody. Runs that distil differently part after the first round, so that there is no training that they could share
-    but that one round of forty; what they do share is the pool of lanes."""
-    trials = [
-        Trial("no-kd", "norms", {"method.name": "perada-no-kd"}, tested=False),
-        Trial("as-written", "norms", LITERALLY, tested=False),
-    ]
-    choices, before = list[Choice](), ""
-    for stage, variants in STAGES.items():
-        trials += [Trial(n, stage, {"method.name": "perada", **s}, before, False) for n, s in variants.items()]
-        choices.append(Choice(stage, tuple(variants), "study", before, "no-kd"))
-        before = stage
-    return Experiment(
-        name="distill-study",
-        preset="cifar10",
-        settings={**CIFAR10, **BEGINNING, "train.rounds": 40, "data.server_val": 0.05},
-        trials=tuple(trials),
-        choices=tuple(choices),
-        seconds=SECONDS,
-        distilling=DISTILLING,
-    )
-
-
 def points(preset: str, method: str, rates: Sequence[float]) -> list[Settings]:
-    """A small grid: what the preset has, and one setting changed at a time."""
+    """Returns a small grid: the preset's settings, then one of them changed at a time."""
     keys: dict[str, Sequence[Any]] = {"train.lr": rates}
     keys |= {f"method.{k}": values for k, values in grids(method).items()}
     if REGISTRY[method]().parts.distils:
@@ -211,15 +61,17 @@ def points(preset: str, method: str, rates: Sequence[float]) -> list[Settings]:
 
 
 def base_of(method: str) -> Settings:
-    """FedDF has no pull towards the average; the preset's was settled for PerAda's adapters."""
+    """Returns a method's own settings. FedDF has no pull towards the average; the preset's was chosen for PerAda."""
     return {"method.name": method} | ({"distill.pull": 0.0} if method == "feddf" else {})
 
 
 def tuned_trials(
     preset: str, methods: Sequence[str], rates: Sequence[float], rounds: int
 ) -> tuple[tuple[Trial, ...], tuple[Choice, ...]]:
-    """Method by method, so that what is stopped leaves whole ones: the points of its grid for a few rounds on
-    validation data, together, then the run that is tested."""
+    """Returns per method its grid for a few rounds on validation data, then the run that is tested.
+
+    They go method by method, so that an early stop leaves complete methods.
+    """
     trials, choices = list[Trial](), list[Choice]()
     for method in methods:
         grid = [
@@ -245,8 +97,10 @@ def _others() -> Experiment:
 
 
 def _ablations() -> Experiment:
-    """Numbers of images are whole batches of 2,048: what is left over is not distilled on. Of PACS, the X-rays and
-    CIFAR-10's validation data there are 9,991, 3,954 and 5,000, so the sets are compared at equal numbers."""
+    """Returns the ablations. Public images come in whole batches of 2,048, because a remainder is not used.
+
+    PACS has 9,991 images, the X-rays 3,954 and CIFAR-10's validation data 5,000, so sets are compared at equal numbers.
+    """
     perada, own = {"method.name": "perada"}, resolve("cifar10", {}).distill.steps
     no_more = {"distill.pull": 0.0, "distill.weight_decay": 0.0, "distill.rounds": 0, "distill.schedule": "constant"}
     variants: dict[str, dict[str, Settings]] = {
@@ -280,7 +134,7 @@ FIVE_LABELS = ["Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Effusio
 
 @lru_cache
 def experiments() -> dict[str, Experiment]:
-    """All of them, in the order of their worth."""
+    """Returns all experiments by name, most important first."""
     seeds = (0, 1, 2)
     main = Experiment(
         name="main",
@@ -302,7 +156,7 @@ def experiments() -> dict[str, Experiment]:
     xrays = Experiment(
         name="xrays",
         preset="chexpert",
-        # Fewer clients and milder skew than the preset's: with 20 clients most have test images of one class only.
+        # Fewer clients and less skew than in the preset: of 20 clients most would have test images of one class only.
         settings={
             **GPU,
             "data.labels": FIVE_LABELS,
@@ -325,5 +179,5 @@ def experiments() -> dict[str, Experiment]:
         trials=main_trials("digits", (0, 1)),
         needs_weights=False,
     )
-    found = (_study(), main, _others(), _ablations(), pacs, xrays, digits)
+    found = (first_study(), settle(), main, _others(), _ablations(), pacs, xrays, digits)
     return {e.name: e for e in found}

@@ -1,4 +1,4 @@
-"""What is kept of a run: one small JSON file in `results/EXPERIMENT/`, from which every table and figure is made."""
+"""The result of a run: one small JSON file in `results/EXPERIMENT/`. Every table and figure is made from these."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from perada.methods import REGISTRY, hyperparameters, make_method
 from perada.runs.folder import jsonable, write_atomic
 from perada.runs.jsonfiles import fits
 
-from .plans import Trial
+from .trials import Trial
 
-# What says where a run was made, not what it is.
+# Settings of the machine: a result is the same with others.
 MACHINE = ("data.root", "data.resident", "run.device", "run.lanes", "run.checkpoint_every", "run.eval_every")
-OWN_WEIGHTS = ("random", "fedavg")  # that are a setting of a run; all others are the pretrained backbone
+OWN_WEIGHTS = ("random", "fedavg")  # settings of a run; anything else is the pretrained backbone
 SPLITS = ("local_val", "server_val", "local_test", "global_test", "shifted")
 COUNTERS = ("distilled", "accepted", "bytes_up", "bytes_down", "seconds", "train_loss", "failed")
 Number, Maybe = int | float, int | float | None
@@ -46,7 +46,7 @@ PARTS: dict[str, dict[str, type | UnionType]] = {
     "guard": {"kind": str | None, "distilled": int, "accepted": int | None},
     "versions": {"torch": str},
 }
-METRICS = {  # name -> where it stands in a result
+METRICS = {  # name -> its section and key in a result
     "Local": ("local_test", "mean"),
     "Global": ("global_test", "mean"),
     "corruptions": ("shifted", "mean"),
@@ -57,8 +57,7 @@ Result = dict[str, Any]
 
 
 def essence(config: Config) -> dict[str, Any]:
-    """The settings that a result stands for, on whatever machine: no paths, and which file the pretrained weights came
-    from is told beside it."""
+    """Returns the settings that identify a result on any machine: no paths, and no name of the pretrained weights."""
     found: dict[str, Any] = {
         k: list(v) if isinstance(v, tuple) else v for k, v in config.flat().items() if k not in MACHINE
     }
@@ -70,14 +69,16 @@ def essence(config: Config) -> dict[str, Any]:
 
 
 def vars_of(method: str) -> dict[str, Any]:
-    """A method's own settings as it has them by default."""
+    """Returns the defaults of a method's own settings."""
     made = make_method(method, {})
     return {k: getattr(made, k) for k in hyperparameters(method)}
 
 
 def digest(config: Config) -> str:
-    """Of the essence, less what is as the code has it by default: a setting that is new to the code and off by default
-    makes no result another's."""
+    """Returns a digest of the settings that differ from the defaults.
+
+    So a key that is newer than a result does not change the result's digest, as long as its default means no change.
+    """
     plain = Config(method={"name": config.method_name, **vars_of(config.method_name)})
     usual = essence(plain)
     held = {k: v for k, v in essence(config).items() if k == "method.name" or usual[k] != v}
@@ -85,12 +86,12 @@ def digest(config: Config) -> str:
 
 
 def machine(device: torch.device) -> str:
-    """The device in words, such as it stands in a table."""
+    """Returns the device's name for a table."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def file_digest(path: str) -> dict[str, str] | None:
-    """Which file of weights it was."""
+    """Returns the name and checksum of a weights file; None if there is no such file."""
     file = Path(path)
     if not file.is_file():
         return None
@@ -99,7 +100,7 @@ def file_digest(path: str) -> dict[str, str] | None:
 
 @lru_cache
 def code() -> str:
-    """Which code made a result, a digest of the package's own files: told, not compared."""
+    """Returns a digest of the package's files. Results report it; nothing compares it."""
     root, held = Path(perada.__file__).parent, hashlib.sha256()
     for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".toml")):
         held.update(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0".encode() + path.read_bytes())
@@ -115,8 +116,10 @@ def made(
     last: Mapping[str, Any],
     **more: Any,
 ) -> Result:
-    """A result. `rows` without per-client numbers, `last` (a summary, or the last row) with them; `more` is told as it
-    is: the device, how many runs were trained together, the weights' digest."""
+    """Returns a result: evaluations without per-client numbers, and the last one (`last`, or a summary) with them.
+
+    `more` is added as it is: the device, the number of runs that trained together, the digest of the weights.
+    """
     return {
         "experiment": experiment,
         "run": trial.name,
@@ -139,7 +142,7 @@ def made(
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "versions": {"perada": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "code": code(),
-        "shared_gpu": bool(os.environ.get("PERADA_SHARED_GPU")),  # its seconds are those of others, too
+        "shared_gpu": bool(os.environ.get("PERADA_SHARED_GPU")),  # then other processes share its seconds
         **more,
     }
 
@@ -169,27 +172,27 @@ def write(root: Path, result: Result) -> Path:
 
 
 def read(root: Path, experiment: str) -> dict[str, Result]:
-    """Run -> its result, of one experiment."""
+    """Returns run -> result of one experiment."""
     found = {}
     for path in sorted((root / experiment).glob("*.json")):
         try:
             result = json.loads(path.read_text("utf8"), parse_constant=_no_number)
         except (OSError, ValueError) as error:
-            raise InputError(f"{path} is damaged: remove it, and reproduce that run again") from error
+            raise InputError(f"{path} is damaged: remove it, and run it again") from error
         if not isinstance(result, dict) or not result.keys() >= KINDS.keys():
-            raise InputError(f"{path} is no result of a run: remove it from the results")
+            raise InputError(f"{path} is not a result of a run: remove it from the results")
         if not _whole(result):
-            raise InputError(f"{path} is damaged: remove it, and reproduce that run again")
+            raise InputError(f"{path} is damaged: remove it, and run it again")
         found[path.stem] = result
     return found
 
 
 def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 def _whole(result: Result) -> bool:
-    """Whether all that a table or figure is made of has its kind."""
+    """Returns whether every part that tables and figures read has the right type."""
     if not fits(result, KINDS) or not all(fits(result[k], kinds) for k, kinds in PARTS.items()):
         return False
     if not all(fits(row, {"round": int}) for row in result["rows"]):
@@ -204,21 +207,21 @@ def _whole(result: Result) -> bool:
 
 
 def value(result: Result, metric: str) -> float | None:
-    """One of METRICS at the end of a run; None where it was not measured."""
+    """Returns one of METRICS at the end of a run; None where it was not measured."""
     section, key = METRICS[metric]
     found = (result["last"].get(section) or {}).get(key)
     return None if found is None else float(found)
 
 
 def later(result: Result, section: str, key: str = "mean") -> float | None:
-    """The mean over the evaluations from a run's middle round on: one of them alone is noisy."""
+    """Returns the mean over the evaluations from a run's middle round on; a single evaluation is noisy."""
     found = [row[section][key] for row in result["rows"] if 2 * row["round"] >= result["rounds"] and row.get(section)]
     return sum(found) / len(found) if found and None not in found else None
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds and where it lies with 95% confidence (Student's t); None with fewer than two seeds."""
+    """A mean over seeds with half of its 95% interval (Student's t); None with fewer than two seeds."""
 
     mean: float
     half: float | None
@@ -242,13 +245,13 @@ def interval(values: Sequence[float]) -> Interval | None:
     n, mean = len(values), float(sum(values) / len(values))
     if n < 2:
         return Interval(mean, None, n)
-    from scipy import stats  # here, not above: slow to import, and every command imports this module
+    from scipy import stats  # slow to import, and every command imports this module
 
     spread = (sum((v - mean) ** 2 for v in values) / (n - 1)) ** 0.5
     return Interval(mean, float(stats.t.ppf(0.975, n - 1)) * spread / n**0.5, n)
 
 
 def paired(ours: Mapping[int, float | None], theirs: Mapping[int, float | None]) -> Interval | None:
-    """The difference of two methods over the seeds that both have: seed by seed, as they saw the same draws."""
+    """Returns the difference of two methods, paired over the seeds that both have."""
     both = [(a, theirs.get(seed)) for seed, a in sorted(ours.items())]
     return interval([a - b for a, b in both if a is not None and b is not None])

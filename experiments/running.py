@@ -1,4 +1,4 @@
-"""Going through an experiment: run by run, in slices of time, on whichever machine has its folder."""
+"""Runs an experiment: run by run, in slices of time, on any machine that has its folder."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from perada.config import Config, resolve
 from perada.config.build import check
 from perada.data import VALIDATION, Federation
 from perada.errors import InputError, Interrupted, RunError, unknown
-from perada.experiment import Progress, Say
+from perada.experiment import Say
 from perada.lanes import Pool
 from perada.runs.folder import RunFolder, locked, write_atomic
+from perada.runs.moment import Progress
 from perada.runs.names import resumable
 from perada.runs.run import load
 from perada.runs.train import train
@@ -28,9 +29,9 @@ from perada.sweep.plan import check_all, keep_backbone, shared_backbone, validat
 from perada.sweep.workers import jobs_for, share_lanes, shares
 
 from . import results
-from .plans import Experiment, Trial
 from .results import Result
 from .study import settings_of, validation_of
+from .trials import Experiment, Trial
 
 OnRound = Callable[[Progress], None]
 OnRun = Callable[[int, int, str], None]
@@ -38,16 +39,16 @@ OnRun = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Place:
-    """Where an experiment finds and leaves things; none of it is part of what a result stands for."""
+    """Where an experiment reads and writes. Results do not depend on it."""
 
     out: Path  # run folders: OUT/EXPERIMENT/RUN
-    results: Path  # small files: RESULTS/EXPERIMENT/RUN.json
+    results: Path  # RESULTS/EXPERIMENT/RUN.json
     data: str | None = None  # a folder with the data sets, or the file itself
     weights: str | None = None
     device: str | None = None
 
     def here(self, experiment: Experiment, trial: Trial) -> dict[str, Any]:
-        """Settings of this machine. A run's own public images are a file beside the data."""
+        """Returns the settings of this machine. A run's own public images are a file in the data folder."""
         found: dict[str, Any] = {} if self.device is None else {"run.device": self.device}
         if self.data is not None:
             file = Path(self.data) / experiment.file
@@ -57,19 +58,18 @@ class Place:
         return found
 
     def start(self, experiment: Experiment, trial: Trial) -> dict[str, Any]:
-        """The weights that a new run starts from, unless it says so itself."""
+        """Returns the weights of a new run; nothing if its settings name them."""
         if not experiment.needs_weights or "model.weights" in trial.settings or self.weights is None:
             return {}
         return {"model.weights": self.weights}
 
 
 class Clock:
-    """When to stop, so that what was done is saved before the time is over.
+    """Stops runs in time, so that everything is saved before the time is over.
 
-    A round takes about as long as the ones before it, and a checkpoint has to be written after it; where a run ends
-    with corrupted test images, that needs `finishing` seconds in one piece, or half of the whole time if that is less,
-    until it was seen how long it takes: runs that were trained together end one after another.
-    A run that is stopped stops no other: those beside it have rounds that fit still. But none is begun any more.
+    It expects a round to take as long as the ones before, and adds the time of a checkpoint. A run that ends with
+    corrupted test images needs `finishing` seconds for them, at most half of the whole time, until the first run has
+    shown how long they take. A stopped run does not stop the runs beside it, but no further run begins.
     """
 
     def __init__(
@@ -87,18 +87,18 @@ class Clock:
         self.longest = 0.0
 
     def finished(self, seconds: float) -> None:
-        """So long did the end of a run take."""
+        """Learns how many seconds the end of a run took."""
         self.longest = max(self.longest, seconds)
         self.finishing = max(10.0, 1.5 * self.longest)
 
     def over(self, needed: float) -> bool:
-        """Whether less than this many seconds are left; remembers that once it was so."""
+        """Returns whether fewer seconds are left, and remembers it."""
         over = self.end is not None and self.now() + needed > self.end
         self.stopped = self.stopped or over
         return over
 
     def watch(self, on_round: OnRound, shifts: bool) -> OnRound:
-        """The same, interrupting the run where the next round would be one too many."""
+        """Returns `on_round`, with an interrupt where the next round would not fit."""
         gaps: list[float] = []
         before = self.now()
 
@@ -119,29 +119,29 @@ class Clock:
 
 @dataclass
 class State:
-    """Where an experiment stands."""
+    """What is done and what is left of an experiment."""
 
     experiment: Experiment
-    found: dict[str, Result] = field(default_factory=dict)  # results that are of the runs as they are planned now
-    stale: dict[str, list[str]] = field(default_factory=dict)  # run -> settings in which its result is another's
+    found: dict[str, Result] = field(default_factory=dict)  # results that match the plan
+    stale: dict[str, list[str]] = field(default_factory=dict)  # run -> settings that are not the plan's
     configs: dict[str, Config] = field(default_factory=dict)
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # of all runs that could be trained now
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the runs that can train now
 
     @property
     def left(self) -> list[str]:
         return [t.name for t in self.experiment.trials if t.name not in self.found]
 
     def ready(self, only: Collection[str] = ()) -> list[str]:
-        """The next runs: what can be trained of the first group that has any left; `only` those, or those groups."""
+        """Returns the runs of the first unfinished group that can train now; `only` names runs or groups."""
         several = [t for t in self.experiment.trials if t.name in self.settings and t.name not in self.found]
         several = [t for t in several if not only or t.name in only or t.group in only]
         return [t.name for t in several if t.group == several[0].group]
 
 
 def state_of(experiment: Experiment, root: Path) -> State:
-    """From the results alone. A result counts if it was made with the settings that the plan has now."""
+    """Returns the state according to the results. A result counts if its settings match the plan."""
     held, state = results.read(root, experiment.name), State(experiment)
-    for trial in experiment.trials:  # those that follow a choice stand behind those it is made of
+    for trial in experiment.trials:  # runs that follow a choice come after its candidates
         settings = settings_of(experiment, trial, {n: validation_of(r) for n, r in state.found.items()})
         if settings is None:
             continue
@@ -157,7 +157,7 @@ def state_of(experiment: Experiment, root: Path) -> State:
     return state
 
 
-def reproduce(
+def run_experiment(
     experiment: Experiment,
     place: Place,
     clock: Clock | None = None,
@@ -167,23 +167,25 @@ def reproduce(
     on_round: OnRound = lambda progress: None,
     say: Say = lambda text: None,
 ) -> State:
-    """Train what is left, or `only` such runs or groups, until it is done or the time is over. `together`: runs at
-    once; 0 is as many as is sensible on this device (on a CPU one)."""
+    """Trains what is left, or `only` those runs or groups, until it is done or the time is over. Returns the state.
+
+    `together` is the number of runs at once; 0 lets the device decide (one on a CPU).
+    """
     clock, state = clock or Clock(None), state_of(experiment, place.results)
     known = list(dict.fromkeys([*experiment.groups, *(t.name for t in experiment.trials)]))
     for name in only:
         if name not in known:
             raise unknown("run", name, known)
     for run, keys in state.stale.items():
-        say(f"{run}: its result was made with another {', '.join(keys)}: it is made anew")
+        say(f"{run}: its result has another {', '.join(keys)}: it runs again")
     if not state.ready(only):
         return state
     home = place.out / experiment.name
-    for folder in (home, place.results / experiment.name):  # before anything is trained
+    for folder in (home, place.results / experiment.name):  # fail before training
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomic(folder / ".trial", b"")
-            (folder / ".trial").unlink(missing_ok=True)  # another process may try at the same time
+            (folder / ".trial").unlink(missing_ok=True)  # another process may do the same now
         except OSError as error:
             raise InputError(f"cannot write to {folder}: {error.strerror}") from error
     with locked(home):
@@ -191,14 +193,14 @@ def reproduce(
         while (names := work.state.ready(only)) and not clock.stopped and not clock.over(clock.reserve):
             before = work.state.left
             work.group(names)
-            if work.state.left == before and not clock.stopped:  # it would be trained for ever
-                raise RunError(f"{experiment.name}: the results of {before[0]} are not of the run that was planned")
+            if work.state.left == before and not clock.stopped:  # it would train forever
+                raise RunError(f"{experiment.name}: the result of {before[0]} does not match its plan")
     return work.state
 
 
 @dataclass
 class _Work:
-    """One call of `reproduce`: what its runs share."""
+    """One call of `run_experiment`: what its runs share."""
 
     state: State
     place: Place
@@ -211,17 +213,17 @@ class _Work:
     federation: Federation | None = None
 
     def group(self, names: Sequence[str]) -> None:
-        """Train these, or as many of them as are trained at once; then see what their results made ready."""
+        """Trains these runs, or the first of them that fit at once, then updates the state."""
         configs = {n: self._config(n) for n in names}
         if self.federation is None:
-            methods = {c.method_name: c for c in reversed(configs.values())}  # what is missing is missed now
+            methods = {c.method_name: c for c in reversed(configs.values())}  # missing data fail here
             self.federation = check_all(methods.values())
         for config in configs.values():
-            check(config, self.federation, config.make_method())
+            check(config, self.federation)
         device = self.federation.device
         many = min(self.together or (jobs_for(len(names), device) if shares(device) else 1), len(names))
         if many > 1:
-            names = names[:many]  # the others after them: fewer at once would take longer each, and not say so
+            names = names[:many]  # the others come next; results must say how many trained together
             try:
                 share_lanes(names, many, lambda name, pool: self._one(name, configs[name], many, pool), self._done)
             except KeyboardInterrupt as stop:
@@ -230,7 +232,7 @@ class _Work:
             for name in names:
                 self._one(name, configs[name], 1, None)
                 self._done(name)
-        gc.collect()  # models and their recorded steps know each other: a GPU's memory would be held until whenever
+        gc.collect()  # models and recorded steps form cycles that hold GPU memory
         self.state = state_of(self.state.experiment, self.place.results)
 
     def _config(self, name: str) -> Config:
@@ -246,13 +248,13 @@ class _Work:
         return resolve(experiment.preset, {**self.state.settings[name], **more})
 
     def _done(self, name: str) -> None:
-        """Told after each run of a group, finished or stopped."""
+        """Reports a run of the group that has finished or stopped."""
         experiment, root = self.state.experiment, self.place.results
         there = [t for t in experiment.trials if results.path_of(root, experiment.name, t.name).is_file()]
         self.on_run(len(there), len(experiment.trials), "stopping" if self.clock.stopped else f"{name} done")
 
     def _one(self, name: str, config: Config, many: int, pool: Pool | None) -> None:
-        """One run, from wherever it is to its end, or to the end of the time."""
+        """Continues one run to its end, or to the end of the time."""
         if self.clock.stopped:
             return
 
@@ -271,7 +273,7 @@ class _Work:
                 rows, last = self._train(name, config, on_round, pool)
         except KeyboardInterrupt as stop:
             if self.clock.stopped:
-                return  # it is saved: the same command goes on from there
+                return  # it is saved
             raise Interrupted(self.home) from stop
         except RunError as error:
             then = "what is finished is saved: the same command goes on from there"
@@ -288,7 +290,7 @@ class _Work:
             shutil.rmtree(self.home / name)
 
     def _weights(self, name: str, config: Config) -> dict[str, str] | None:
-        """Of the file it was started with; a run that was carried here may not have that: then of its copy."""
+        """Returns the digest of the weights file, or of the run's own copy if that file is not here."""
         return results.file_digest(config.model.weights) or results.file_digest(
             str(self.home / name / "backbone.safetensors")
         )
@@ -296,7 +298,7 @@ class _Work:
     def _train(
         self, name: str, config: Config, on_round: OnRound, pool: Pool | None
     ) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
-        """Its rows of metrics, and its summary or last row."""
+        """Returns a run's rows of metrics, and its summary or last row."""
         path, experiment = self.home / name, self.state.experiment
         trial = experiment.trial(name)
         assert self.federation is not None
@@ -310,7 +312,7 @@ class _Work:
             splits = ("val", "server") if len(self.federation.server_val) else ("val",)
             last = validated(self.home, path, config, self.federation, on_round, self.say, splits, pool)
             return RunFolder(path).metrics(), last.as_dict()
-        if (path / "summary.json").is_file():  # only its result was not written
+        if (path / "summary.json").is_file():  # only its result is missing
             run = load(path)
             return run.metrics, run.summary
         shared = shared_backbone(self.home, config)
@@ -333,36 +335,36 @@ class _Work:
 
 
 def _same(path: Path, config: Config) -> None:
-    """Refuse to go on with a run of other settings: a preset may have been settled anew since it was begun."""
+    """Refuses to continue a run with other settings: its preset may have changed since it began."""
     there, now = results.essence(resolve(str(path / "config.toml"), {})), results.essence(config)
     other = [k for k in now if there.get(k) != now[k]]
     if other:
-        raise InputError(f"{path} was begun with another {other[0]}: move it away, or choose another --out")
+        raise InputError(f"{path} began with another {other[0]}: move it away, or choose another --out")
 
 
 def _empty(path: Path) -> None:
-    """Remove what a kill left before a run's settings were written; more is a run that was not all carried."""
+    """Removes what a kill left before the settings were written; refuses a folder that has more."""
     held = [p for p in path.rglob("*") if p.is_file() and not p.name.endswith(".part")]
     if held:
-        raise InputError(f"{path} has {held[0].name} but no config.toml: carry all of that folder, or move it away")
+        raise InputError(f"{path} has {held[0].name} but no config.toml: copy the whole folder, or move it away")
     shutil.rmtree(path)
 
 
 def _measured(path: Path) -> None:
-    """Refuse to go on with a run whose measurements were lost on the way: its result would say less than it was."""
+    """Refuses to continue a run that lost measurements: its result would be incomplete."""
     config, folder = resolve(str(path / "config.toml"), {}), RunFolder(path)
     last, end = config.train.rounds, config.train.rounds + 1
-    if not (path / "summary.json").is_file():  # what comes after the newest whole checkpoint is measured again
+    if not (path / "summary.json").is_file():  # rounds after the newest whole checkpoint are measured again
         found, _ = folder.load()
         end = 0 if found is None else found.round
     wanted = {n for n in range(1, end) if n % config.run.eval_every == 0 or n == last}
     if lost := wanted - {row["round"] for row in folder.metrics()}:
-        then = f"carry that file again, or remove {path} and it is trained anew"
+        then = f"copy that file again, or remove {path} to train it from the start"
         raise InputError(f"{path / 'metrics.jsonl'} lacks round {min(lost)}: {then}")
 
 
 def lay_over(weights: Path, statistics: Path, out: Path) -> Path:
-    """The weights with another size's running statistics in them, as one file in `out`."""
+    """Writes the weights with the running statistics of another image size to `out`. Returns the file."""
     for file in (weights, statistics):
         if not file.is_file():
             raise InputError(f"no such file: {file}")
@@ -371,7 +373,7 @@ def lay_over(weights: Path, statistics: Path, out: Path) -> Path:
     except (SafetensorError, OSError) as error:
         raise InputError(f"cannot read {weights} or {statistics}: {error}") from error
     if strange := sorted(over.keys() - held.keys()):
-        raise InputError(f"{statistics} has {strange[0]}, which {weights} has not: are they of one network?")
+        raise InputError(f"{statistics} has {strange[0]}, which {weights} does not have: are they of one network?")
     if other := sorted(n for n, t in over.items() if t.shape != held[n].shape):
         raise InputError(f"{statistics} has {other[0]} in another shape than {weights}: are they of one network?")
     path = out / f"{weights.stem}+{statistics.stem}.safetensors"

@@ -17,7 +17,6 @@ from small import after, everything, small
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import perada.client.trainer
-from perada import experiment
 from perada.client.trainer import Trainer
 from perada.config import build
 from perada.data.public import Chunks
@@ -187,15 +186,15 @@ def test_as_many_lanes_as_there_is_memory_for(
     """`free` in bytes, or in lanes."""
     sim = build(small(method__name="perada-no-kd", run__lanes=asked, train__cohort=4))
     each = bytes_per_lane(sim.model, (8, 8), 8)
-    monkeypatch.setattr(experiment, "free_memory", lambda device: free if free > 100 else free * each)
-    line = sim._fit_lanes()
+    monkeypatch.setattr("perada.client.cohort.free_memory", lambda device: free if free > 100 else free * each)
+    line = sim.cohort.fit_lanes(sim.options)
     assert sim.lanes == wanted
     assert ("take turns" in line) == bool(wanted)
     assert "GiB" in line
 
 
 def test_without_room_for_one_lane_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiment, "free_memory", lambda device: 1000)
+    monkeypatch.setattr("perada.client.cohort.free_memory", lambda device: 1000)
     with pytest.raises(InputError, match=r"one lane takes about .* lower Train\.batch"):
         build(small(method__name="ditto"))
 

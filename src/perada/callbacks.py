@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 from .runs.rows import Evaluation
 
 if TYPE_CHECKING:
-    from .experiment import Experiment, Progress
+    from .experiment import Experiment
     from .runs.folder import RunFolder
+    from .runs.moment import Progress
 
 
 class Callback:
     """Listens to a training; every hook does nothing unless a subclass has its own.
 
-    A callback stops a run with `experiment.stop()`: one more round follows, and is treated as the last one.
+    A callback stops a run with `experiment.stop()`: the next round is then the last one.
     """
 
     def start(self, experiment: Experiment) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,14 @@ from .client.cohort import SPLITS, Cohort, LocalCohort, Uploads
 from .client.scores import Scores, logits_on, score
 from .client.trainer import Train, Trainer, sample_loss
 from .data import Federation
-from .errors import InputError, check_choices, unknown
-from .lanes import LaneModel, State, bytes_per_lane, get_ready, on_cpu, repeat, rng_of, stack
-from .machine import arithmetic, device_of, free_memory, precision_of
+from .errors import InputError
+from .lanes import LaneModel, State, get_ready, repeat, rng_of
+from .machine import arithmetic, device_of, precision_of
 from .methods import Finisher, Method
 from .models import BACKBONES, Backbone
+from .options import RunOptions, check_fit, check_kinds, run_options
 from .runs.folder import Checkpoint, RunFolder
+from .runs.moment import Moment, Progress
 from .runs.rows import Evaluation
 from .server.distill import Distill, public_chunks
 from .server.guard import Server
@@ -36,58 +38,6 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 DTYPES = dict.fromkeys(("auto", "fp32", "tf32", "bf16"), torch.float32) | {"fp64": torch.float64}  # of lanes
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """How a run is carried out: the `[run]` section."""
-
-    seed: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"  # auto: bf16 on a GPU, else fp32
-    eval_every: int = 1
-    checkpoint_every: int = 1
-    lanes: int = 0  # most lanes trained at once; 0 is all of a cohort's, or as many as there is memory for
-    shifts: bool = False  # at the end, test on corrupted copies of the test images too
-    severities: tuple[int, ...] = (1, 2, 3, 4, 5)  # of those
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        if not self.severities or not set(self.severities) <= {1, 2, 3, 4, 5}:
-            raise ValueError(f"severities must be numbers from 1 to 5, not {list(self.severities)}")
-        if self.seed >= 2**63:
-            raise ValueError(f"seed must be below 2^63, not {self.seed}")
-        for name, least in (("seed", 0), ("eval_every", 1), ("checkpoint_every", 1), ("lanes", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The whole state between two rounds. It is replaced in one assignment, so a round is all or nothing."""
-
-    round: int
-    server: State
-    broadcast: State
-    kept: State = field(default_factory=State)  # one lane per client, or empty
-    counters: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("bytes_up", "bytes_down", "distilled", "accepted"), 0)
-    )
-    last: dict[str, Any] = field(default_factory=dict)  # the last round's loss, distillation, failures
-    changed: frozenset[int] = frozenset()  # clients changed since the last checkpoint
-    finished: bool = False  # whether the method's last stage is done, where it has one
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What happened in a training, for callbacks, progress bars and logs."""
-
-    round: int
-    rounds: int
-    row: Evaluation | None  # where this round was evaluated
-    failed: tuple[str, ...]  # clients whose training stopped being finite
-    event: Literal["gathered", "trained", "finished", "round"] = "round"
-    stage: str = "training"  # or pretraining
 
 
 def sampled_clients(seed: int, round: int, clients: int, cohort: int) -> list[int]:
@@ -105,50 +55,6 @@ def lanes_of(
     model = adapt(net, adapter=kind, trained=parts.trains, head=head, seed=options.seed)
     compute = torch.bfloat16 if precision_of(options.precision, device) == "bf16" else None
     return model.to(device, DTYPES[options.precision], compute)
-
-
-def run_options(values: Mapping[str, Any]) -> RunOptions:
-    """Returns the options of a run; refuses an unknown one."""
-    for name in values:
-        if name not in RunOptions.__dataclass_fields__:
-            raise unknown("option", name, RunOptions.__dataclass_fields__)
-    return RunOptions(**values)
-
-
-def check_kinds(federation: Federation, method: Method, train: Train, distill: Distill) -> None:
-    """Refuses arguments of the wrong type."""
-    for name, value, kind in (
-        ("federation", federation, Federation),
-        ("train", train, Train),
-        ("distill", distill, Distill),
-    ):
-        if not isinstance(value, kind):
-            raise InputError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
-    if isinstance(method, type) or not isinstance(method, Method):
-        given = f"the class {method.__name__}" if isinstance(method, type) else type(method).__name__
-        raise InputError(f"method must be an object, such as methods.PerAda(), not {given}")
-
-
-def check_fit(federation: Federation, method: Method, train: Train, distill: Distill, local: bool = True) -> None:
-    """Refuses settings that do not fit the data or the method. local: whether the clients are on this machine."""
-    parts, clients = method.parts, len(federation.clients)
-    if parts.own_step and train.momentum:
-        name = type(method).__name__
-        raise InputError(f"{name} has its own step, without momentum: set Train.momentum to 0")
-    if not local:
-        return
-    if train.cohort > clients:
-        raise InputError(f"Train.cohort={train.cohort} but there are {clients} clients: lower it")
-    if not parts.distils or not distill.steps:
-        return
-    if distill.guard == "clients" and not any(len(c.val) for c in federation.clients):
-        raise InputError(
-            "Distill.guard=clients needs validation data at a client: raise DataOptions.val, or use guard=none"
-        )
-    if distill.guard == "server" and not len(federation.server_val):
-        raise InputError(
-            "Distill.guard=server needs labelled data at the server: set DataOptions.server_val, such as 0.05"
-        )
 
 
 class Experiment:
@@ -197,11 +103,13 @@ class Experiment:
         server, broadcast, client = method.init(self.model)
         self.now = Moment(0, server, broadcast, repeat(client, len(self.federation.clients)))
         self.seconds = 0.0
-        self._stop_at: int | None = None
+        self._stop_at: int | None = None  # where `stop` ends the training before its planned last round
         self.test_data = self.federation if self.federation.clients else None  # what the global model is tested on
         self.mark: Callable[[str, int], None] = lambda what, round: None  # told of every boundary inside a round
         self.config: Any = None  # the configuration that this was built from, if any
-        self.about_lanes = self._fit_lanes() if to_train and cohort is None else ""
+        self.about_lanes = (
+            self.cohort.fit_lanes(self.options) if to_train and isinstance(self.cohort, LocalCohort) else ""
+        )
 
     @property
     def distils(self) -> bool:
@@ -374,14 +282,14 @@ class Experiment:
         return self.cohort.lanes if isinstance(self.cohort, LocalCohort) else self.options.lanes
 
     def stop(self) -> None:
-        """Makes the next round the last one of this training; `train.rounds` stays, so that it can be resumed."""
-        if self._stop_at is None:
-            self._stop_at = self.now.round + 1
+        """Makes the next round the last one of this training; another `run` or `rounds` goes on to the planned end."""
+        self._stop_at = self.now.round + 1
 
     @property
     def last_round(self) -> int:
-        """The round that this training ends with."""
-        return self.train.rounds if self._stop_at is None else min(self.train.rounds, self._stop_at)
+        """The number of rounds after which the training ends."""
+        planned = self.train.rounds
+        return planned if self._stop_at is None else min(planned, self._stop_at)
 
     def progress(self, known: Container[int] = (), splits: Sequence[str] = SPLITS) -> Iterator[Progress]:
         """Trains to the last round, and says what happened on the way; rounds in `known` are evaluated already."""
@@ -443,55 +351,20 @@ class Experiment:
 
     def snapshot(self, folder: RunFolder) -> Callable[[], None]:
         """Returns what writes this moment to the folder, whenever it is called: from a GPU all is copied now."""
-        now, every = self.now, range(self.now.kept.lanes)
-        clients = [now.kept.map(lambda t, m=m: t[m : m + 1]) for m in every]  # type: ignore[misc]
-        server, broadcast = now.server, now.broadcast
-        if self.device.type != "cpu":
-            server, broadcast = on_cpu(server), on_cpu(broadcast)
-            written = now.changed if folder.has_checkpoint() else every  # the others are links to older files
-            clients = [on_cpu(c) if m in written else c for m, c in enumerate(clients)]
-        note = {"counters": now.counters, "last": now.last, "seconds": self.seconds, "finished": now.finished}
-        checkpoint = Checkpoint(now.round, server, broadcast, clients, note)
+        now = self.now
+        checkpoint = now.checkpoint(self.seconds, self.device.type != "cpu", folder.has_checkpoint())
         self.now = replace(now, changed=frozenset())
         return lambda: folder.save(checkpoint, now.changed)
 
     def restore(self, saved: Checkpoint) -> None:
         """Goes back to a checkpoint."""
-        kept = stack(*map(self.here, saved.clients)) if saved.clients else State()
-        note = saved.note
-        server, broadcast = self.here(saved.server), self.here(saved.broadcast)
-        self.now = Moment(
-            saved.round, server, broadcast, kept, dict(note["counters"]), dict(note["last"]), finished=note["finished"]
-        )
-        self.seconds = float(note["seconds"])
+        self.now, self.seconds = Moment.of(saved, self.here), float(saved.note["seconds"])
 
     def here(self, state: State) -> State:
-        """Returns a state on this experiment's device, in its precision."""
-        return state.map(lambda t: t.to(self.device, self.dtype))
+        """Returns a state on this experiment's device, in its precision; counts stay whole numbers."""
+        return state.map(lambda t: t.to(self.device, self.dtype if t.is_floating_point() else t.dtype))
 
     def trainer(self, clients: Sequence[int]) -> Trainer:
         """Returns what the method sees of these clients in the next round."""
         assert isinstance(self.cohort, LocalCohort)
         return self.cohort.trainer_of(clients, self.now.round)
-
-    def _fit_lanes(self) -> str:
-        """Chooses how many lanes train at once by the memory there is; returns a line that says so."""
-        asked, device, batch = self.options.lanes, self.device, self.train.batch
-        height, width = self.federation.images.shape[-2:]
-        each = bytes_per_lane(self.model, (int(height), int(width)), batch)
-        lanes, free = self.method.parts.copies * (self.train.cohort or len(self.clients)), free_memory(device)
-        fit = self.model.room = int(0.9 * free / each)
-        if fit < 1:
-            raise InputError(
-                f"one lane takes about {each / 2**30:.1f} GiB and {device.type} has {free / 2**30:.1f} free: lower "
-                "Train.batch, or take a machine with more memory"
-            )
-        chosen = min(asked or lanes, lanes)
-        if not asked and fit < lanes:
-            chosen = fit
-        if isinstance(self.cohort, LocalCohort):
-            self.cohort.lanes = chosen if chosen < lanes else 0
-        named = "1 lane" if chosen == 1 else f"{chosen} lanes"
-        named += f" at once in {precision_of(self.options.precision, device)}"
-        what = f"{named}, about {chosen * each / 2**30:.1f} GiB of {free / 2**30:.1f} free"
-        return what + (f"; {lanes} lanes take turns" if chosen < lanes else "")

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 import perada
 from perada.cli import main as cli
 from perada.errors import Interrupted
-from perada.experiment import Progress
+from perada.runs.moment import Progress
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "three_sites.py"
 # Three sites × four classes × 30 PNGs: two commands.

@@ -179,7 +179,7 @@ def test_what_the_data_lack_is_said_before_the_training(
     assert cli.main(["train", "folder", "--data", str(flat), *chosen, "--out", str(tmp_path / "run")]) == 0
     lines = capsys.readouterr().err.splitlines()
     found = [line for line in lines if line.startswith("warning: ")]
-    wanted = {"test images": "nobody has test images", "another class": "every image is of class 'ant'"}
+    wanted = {"test images": "no client has test images", "another class": "every image is of class 'ant'"}
     assert [wanted[lacks] in line for line in found] == [True] if lacks in wanted else found == []
     if found:
         pretraining = next(i for i, line in enumerate(lines) if line.startswith("pretraining"))

@@ -20,11 +20,12 @@ from small import damage, tree
 
 from flower.test_faults import events, without_clock
 from flower.wire import SITES, MemoryGrid, make_world, run, write_server
+from perada.cli import flower as commands
 from perada.cli import main as cli
 from perada.client.scores import personal_scores
 from perada.data import read_image
 from perada.errors import InputError
-from perada.flower import app, commands
+from perada.flower import app
 from perada.flower.export import export, personal, predict
 from perada.flower.messages import Refused, flat
 from perada.flower.site_state import Entry, SiteState

@@ -12,7 +12,6 @@ from helpers import assert_close_norm, assert_same_tensors
 from small import everything, small
 
 import perada.sweep.tune
-from perada import experiment as simulate
 from perada.config import build
 from perada.data import Federation
 from perada.errors import Interrupted
@@ -117,7 +116,7 @@ def test_no_more_lanes_at_once_than_there_is_room_for(why: str, monkeypatch: pyt
         monkeypatch.setattr(Pool.__init__, "__defaults__", (5,))
     else:
         each = bytes_per_lane(sim_of(SAME["seed 0"]).model, (8, 8), 8)
-        monkeypatch.setattr(simulate, "free_memory", lambda device: 6 * each)
+        monkeypatch.setattr("perada.client.cohort.free_memory", lambda device: 6 * each)
     together(SAME, monkeypatch)
     assert max(seen) == 5
 

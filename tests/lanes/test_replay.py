@@ -25,6 +25,7 @@ CASES = {
     "fedalt-adapter": {"train__weight_decay": 0.1, "train__clip": 0.5},
     "fedprox": {"train__momentum": 0.9},
     "feddyn": {},
+    "scaffold": {"train__clip": 0.5},
 }
 
 
@@ -53,6 +54,7 @@ KERNELS = {
     "ditto": {},
     "fedrep": {"train__clip": 0.5, "train__weight_decay": 0.1},
     "pfedme": {"method__inner_steps": 2},
+    "scaffold": {},
 }
 
 
@@ -265,7 +267,7 @@ def test_only_the_last_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(first) == 2
     sim.round()
     assert list(sim.model.replays.values()) == first, "the same two, in the same order of use"
-    sim.lanes = 2
+    sim.cohort.lanes = 2  # type: ignore[union-attr]
     sim.round()
     assert len(sim.model.replays) == 2
     assert not set(map(id, sim.model.replays.values())) & set(map(id, first))

@@ -16,18 +16,20 @@ from torch.func import functional_call
 
 from perada.data.augment import AUGMENT
 from perada.data.federation import Client, Federation
-from perada.lanes import State, Stem, fold
+from perada.lanes import LaneModel, Options, State, Stem, conv, fold, gradient
 from perada.lanes import ops as seam
 from perada.lanes.context import Context, Norm, Slots
 from perada.lanes.layers import LaneBatchNorm, LaneConv2d, ResidualAdapter
-from perada.lanes.ops import PLAIN, Ops, Statistics
+from perada.lanes.ops import PLAIN, Ops, Statistics, forms
 from perada.lanes.random import keep_mask
 from perada.lanes.state import flattened
+
+from .problems import cross_entropy, problem
 
 if sys.platform != "linux":
     pytest.skip("Triton is a Linux package", allow_module_level=True)
 
-from perada.lanes.ops.triton import Triton, adapter, norm, tiles
+from perada.lanes.ops.triton import Triton, adapter, columns, norm, tiles
 from perada.lanes.ops.triton.columns import product
 
 TRITON = Triton()
@@ -248,6 +250,36 @@ def test_a_frozen_convolution_as_a_product_of_columns() -> None:
     assert max(sizes) == layer.weight.numel()
 
 
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [
+        ("columns", (5, 4, 3, 2, 1, 8, 7)),
+        ("stem", (3, 6, 7, 2, 3, 8, 14)),
+        ("dense", (5, 7, 3, 1, 1, 2, 2)),
+        ("1x1", (5, 7, 1, 2, 0, 7, 8)),
+    ],
+)
+def test_frozen_convolutions_in_every_form(form: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forms that a GPU gets, also for a layer of lanes."""
+    inputs, outputs, kernel, stride, padding, *size = shape
+    plain = nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False).double().requires_grad_(False)
+    layer, x = LaneConv2d.of(plain), draw(4, inputs, *size)
+    for module in (columns, forms):
+        monkeypatch.setattr(module, "best_form", lambda x, layer: form)
+    for ops in (PLAIN, TRITON):
+        assert_close_norm(use(layer, ops, "train")(x), plain(x), 1e-12)
+
+
+def test_compiling_runs_the_work_where_nothing_is_compiled() -> None:
+    """As in the interpreter; in plain torch there is no work to do."""
+    calls: list[str] = []
+    PLAIN.compile(lambda: calls.append("plain"))
+    TRITON.compile(lambda: calls.append("triton"))
+    assert calls == ["triton"]
+    for ops in (PLAIN, TRITON):
+        ops.get_ready(torch.device("cpu"))
+
+
 class Behind(nn.Module):
     """What stands behind a first layer."""
 
@@ -394,3 +426,27 @@ def test_a_slot_is_taken_once() -> None:
     for name, plain, further in zip(places, *grads, strict=True):
         assert float(places[name].norm()) > 0
         assert_close_norm(places[name] + further, plain, 1e-12)
+
+
+@pytest.mark.parametrize("trained", ["adapter", "full"])
+def test_a_step_writes_the_gradients_of_all_kernels_into_their_slots(
+    trained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise every parameter would cost a copy, and nothing but the time would tell."""
+    made: list[Slots] = []
+    monkeypatch.setattr(gradient, "Slots", lambda *given: made.append(Slots(*given)) or made[-1])
+    monkeypatch.setattr(conv, "choose", lambda *shape: "columns")
+    given = problem("resnet8", trained, "residual" if trained == "adapter" else None)
+    given.model.context.ops, state, seen = TRITON, flattened(given.start), list[tuple[str, Tensor]]()
+    real = LaneModel.__call__
+
+    def call(self: LaneModel, state: State, *args: Any, **more: Any) -> Tensor:
+        seen.extend(state.params.items())
+        return real(self, state, *args, **more)
+
+    monkeypatch.setattr(LaneModel, "__call__", call)
+    batch = given.batches(0, torch.arange(4))
+    with torch.enable_grad():
+        gradient.Gradient(given.model, batch, cross_entropy, torch.arange(4), Options())(state)
+    products = {n for n in state.params if n.startswith("fc.") or "downsample.0." in n}  # plain torch has these
+    assert {n for n, p in seen if made[0].is_free(p)} == products

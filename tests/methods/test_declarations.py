@@ -26,11 +26,12 @@ from perada.client.trainer import Train, Trainer
 from perada.config import build
 from perada.data import Client, Federation
 from perada.errors import InputError
-from perada.experiment import Experiment, RunOptions, lanes_of
+from perada.experiment import Experiment, lanes_of
 from perada.lanes import State, gather
 from perada.methods import REGISTRY, method_sizes
 from perada.methods.fedavg_ft import FedAvgFT
 from perada.models.resnet import ResNet, resnet
+from perada.options import RunOptions
 
 from .tiny import simulation
 

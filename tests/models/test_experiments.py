@@ -153,3 +153,18 @@ def test_the_network_itself_is_not_changed() -> None:
     exp.round()
     assert_same_tensors(net.state_dict(), before)
     assert net.training
+
+
+def test_a_run_of_own_objects_goes_on(tmp_path: Path) -> None:
+    def run(folder: str, rounds: int, **how: Any) -> perada.Run:
+        exp = Experiment(network("no norm"), given(), Ditto(), train=replace(TRAIN, rounds=rounds), seed=5)
+        return exp.run(tmp_path / folder, **how)
+
+    whole = run("whole", 3)
+    run("parts", 1)
+    parts = run("parts", 3, resume=True)
+    assert_same_tensors(parts.state(parts.clients[0]).params, whole.state(whole.clients[0]).params)
+    with pytest.raises(InputError, match="weights are not those of"):
+        Experiment(NoNorm(CLASSES), given(), Ditto(), train=replace(TRAIN, rounds=4), seed=5).run(
+            tmp_path / "parts", resume=True
+        )

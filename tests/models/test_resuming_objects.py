@@ -17,9 +17,10 @@ from perada.adapters import Residual
 from perada.callbacks import Callback, EarlyStopping
 from perada.data import Federation
 from perada.errors import InputError
-from perada.experiment import Experiment, Progress
+from perada.experiment import Experiment
 from perada.methods import Ditto, FedAvg, FedAvgFT, PerAda, Scaffold
 from perada.report.facts import gather_facts
+from perada.runs.moment import Progress
 
 TRAIN = perada.Train(rounds=4, cohort=0, epochs=1, batch=8)
 

@@ -9,7 +9,8 @@ import pytest
 
 from experiments import commands, overview
 from experiments.__main__ import main as run_experiments
-from experiments.plans import NAMES, experiments
+from experiments.plans import experiments
+from experiments.trials import NAMES
 from perada.errors import Interrupted
 
 from .tiny import two
@@ -81,7 +82,7 @@ def test_the_list_tells_what_is_left_and_by_which_numbers(tmp_path: Path, capsys
     ("more", "message"),
     [
         (["main", "--minutes", "0"], "--minutes must be above 0"),
-        (["main", "--statistics", "s.safetensors"], "give those with --weights"),
+        (["main", "--statistics", "s.safetensors"], "changes the file of --weights: give both"),
         (["main", "--weights", "w.safetensors", "--statistics", "s.safetensors"], "no such file: w.safetensors"),
         (["main", "--device", "cpu", "--data", "nowhere"], "nowhere"),
         (["mian"], "No such command 'mian'. Did you mean 'main'?\n"),
@@ -89,7 +90,7 @@ def test_the_list_tells_what_is_left_and_by_which_numbers(tmp_path: Path, capsys
         (["document", "--results", ".", "--out", "report"], "give a file whose name ends in .md"),
         (["document", "--results", ".", "--out", "folder.md"], "give a file whose name ends in .md"),
         (["digits", "--results", "file"], "cannot write to file/digits: Not a directory"),
-        (["list", "--results", "file"], "file is no folder"),
+        (["list", "--results", "file"], "file is not a folder"),
         (["digits", "--only", ""], "--only is empty"),
         (["digits", "--only", ","], "--only is empty"),
         (["digits", "--data", ""], "--data is empty"),
@@ -114,6 +115,6 @@ def test_an_interruption_says_how_to_go_on(
     def stop(*args: object, **kwargs: object) -> None:
         raise Interrupted(tmp_path)
 
-    monkeypatch.setattr(commands, "reproduce", stop)
+    monkeypatch.setattr(commands, "run_experiment", stop)
     assert run_experiments(words(tmp_path, "digits")) == 130
-    assert capsys.readouterr().err.endswith("The same command goes on from there.\n")
+    assert capsys.readouterr().err.endswith("The same command continues from there.\n")

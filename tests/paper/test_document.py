@@ -14,9 +14,10 @@ import pytest
 from experiments import drawings, paper, results
 from experiments.__main__ import main as run_experiments
 from experiments.document import document, write_document
-from experiments.plans import REPORTED, experiments
+from experiments.plans import experiments
 from experiments.running import state_of
 from experiments.study import settled, validation_of
+from experiments.trials import REPORTED
 from perada.config import resolve
 from perada.errors import InputError
 
@@ -125,11 +126,13 @@ def test_seeds_that_are_missing_and_minutes_that_count_twice_are_said(tmp_path: 
         (tmp_path / "main" / f"ditto-{seed}.json").unlink()
     results.write(tmp_path, {**results.read(tmp_path, "main")["ditto-0"], "shared_gpu": True})
     text = section(document(tmp_path)[""], "main")
-    assert "runs, at most 16.0 minutes in all (1 of the runs had others beside them on the GPU), 2026" in text
-    assert "by their means alone, also where intervals overlap; ditto: 1 seed.\n" in text
+    assert "runs, at most 16.0 minutes in all (1 of the runs shared the GPU with other processes), 2026" in text
+    assert "by means alone, also where intervals overlap; ditto: 1 seed.\n" in text
     missing = section(document(tmp_path)[""], "What is missing")
     assert re.search(r"- \*\*main\*\*, 2 of 18 runs, about \d+ minutes of an H200: ditto-1, ditto-2\.\n", missing)
-    assert re.search(r"\*\*others\*\*, 71 of 71 runs, .* H200: mtl, .*, feddf, 55 points of searches\.", missing)
+    assert re.search(
+        r"\*\*others\*\*, 75 of 75 runs, .* H200: mtl, .*, feddf, scaffold, 58 runs of searches\.", missing
+    )
 
 
 def test_before_its_last_stage_fedavg_ft_has_no_personal_models_to_draw(tmp_path: Path) -> None:
@@ -141,7 +144,7 @@ def test_before_its_last_stage_fedavg_ft_has_no_personal_models_to_draw(tmp_path
     assert tuned.points == [(2, 21.0, None)]
     assert len(drawings.over_rounds(runs, "global_model", "global_test")[1].points) == 2
     text = section(document(tmp_path)[""], "main")
-    assert "\nPersonal models only after a last stage, so a dot and no line: fedavg-ft.\n" in text
+    assert "\nThese have personal models only after their last stage, so they are dots: fedavg-ft.\n" in text
 
 
 def test_a_long_title_takes_more_lines_and_moves_the_rest_down() -> None:
@@ -184,11 +187,48 @@ def test_every_section_and_figure_of_a_complete_set(tmp_path: Path) -> None:
         assert "nothing measured" not in drawing, name
     study = section(text, "distill-study")
     assert "| no-kd | norms | no distillation |" in study
-    assert "Settled, and what the preset `cifar10` has: `distill.candidates" in study
+    assert "Chosen for the preset `cifar10`: `distill.candidates" in study
     assert "| 10 of 200 (5%) |" in study
+    settle = section(text, "settle")
+    assert "Noise, the standard deviation between equal runs: server " in settle
+    assert "| wide | adapter_std 0.006 | 2 | 60.00 |" in settle
+    assert settle.count("No candidate counts") + settle.count("Chosen: ") == 4
     assert section(text, "others").count("\n| fed") >= 10
     left = section(text, "What is missing")
     assert not any(f"**{name}**" in left for name in REPORTED)
+
+
+def test_the_first_screen_says_whether_perada_beats_the_others(tmp_path: Path) -> None:
+    fill(tmp_path, "main", perada=54.0, perada_no_kd=50.0, ditto=56.0)
+    text = document(tmp_path)[""]
+    first = text[: text.index("The commands need these files")]
+    assert text.startswith("# Results\n\n**Does PerAda beat Ditto, FedAvg+FT, Standalone")
+    rows = [line for line in first.splitlines() if line.startswith(("| perada-no-kd", "| ditto", "| fedavg-ft"))]
+    ahead, behind = "+4.00 [+4.00, +4.00] ahead", "-2.00 [-2.00, -2.00] behind"
+    assert [row.split(" | ")[1] for row in rows] == [ahead, behind, ahead]
+    assert [row.split(" | ")[4] for row in rows] == ["+5.24", "+5.23", "+15.06"], "the paper's"
+    assert "PerAda is behind ditto on Local and Global and corruptions." in first
+
+
+def test_the_control_decides_what_the_winners_gain_is_owed_to(tmp_path: Path) -> None:
+    """The same winner, once above the control and once not, and the runs that another choice lacks."""
+    told = []
+    for wide in (70.0, 80.0):
+        root = tmp_path / str(wide)
+        fill(root, "settle")
+        servers = {"once": 80.0, "wide": wide}
+        for name, held in results.read(root, "settle").items():
+            score = {"mean": servers.get(name.rpartition("-")[0], 40.0) + name.endswith("b"), "std": 1.0}
+            results.write(root, {**held, "rows": [{**row, "server_val": score} for row in held["rows"]]})
+        for run in ("ditto-slow-0", "ditto-slow-1"):
+            (root / "settle" / f"{run}.json").unlink()
+        text = section(document(root)[""], "settle")
+        assert "Chosen: `once`." in text
+        assert "The preset `cifar10` does not have it yet" in text
+        assert "Not settled yet. Missing: ditto-slow-0, ditto-slow-1 (about 4 minutes)." in text
+        told += [line for line in text.splitlines() if "minus that of the control `wide`" in line]
+    assert "more than twice the noise, so the gain is not owed to the size of the weights alone" in told[0]
+    assert "not more than twice the noise, so the gain is owed to the size of the weights." in told[1]
 
 
 def test_a_run_that_stayed_because_nobody_qualified_is_no_winner(tmp_path: Path) -> None:
@@ -209,7 +249,7 @@ def test_a_result_of_other_settings_is_not_shown_and_named_as_such(tmp_path: Pat
     results.write(tmp_path, {**held, "digest": "another"})
     text = document(tmp_path)[""]
     assert "| ditto | 2 |" in section(text, "pacs")
-    assert "made with other settings than planned now: ditto-1" in section(text, "What is missing")
+    assert "have other settings than the plan: ditto-1" in section(text, "What is missing")
 
 
 def test_the_command_writes_it_and_takes_old_figures_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,8 @@
-"""From the first slice to the document, as on borrowed machines: what comes out is what one long run gives."""
+"""From the first slice to the document, folder by folder: the result is that of one long run."""
 
 from __future__ import annotations
 
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def written(home: Path) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_slices_carried_in_pieces_make_the_same_document(
+def test_slices_in_moved_folders_make_the_same_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     go(tmp_path / "whole", "main")
@@ -54,14 +53,9 @@ def test_slices_carried_in_pieces_make_the_same_document(
             break
         assert "minutes left" in line
         assert "the same command goes on" in line
-        pieces, slices = tmp_path / f"pieces-{slices}", slices + 1
+        slices += 1
         there = tmp_path / str(slices)
-        run = str(at / "runs" / "main")
-        assert run_experiments(["pack", run, "--out", str(pieces), "--piece", "0.2"]) == 0
-        shutil.copytree(at / "results", there / "results", dirs_exist_ok=True) if (at / "results").exists() else None
-        shutil.rmtree(at)  # the machine is given back
-        assert run_experiments(["unpack", str(pieces / "main.json"), "--out", str(there / "runs")]) == 0
-        capsys.readouterr()
+        at.rename(there)  # as if the folders were copied to another machine
         at = there
     assert slices >= 2
     assert numbers(at, "main") == numbers(tmp_path / "whole", "main")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from helpers import assert_close_norm
 from small import after
 
 from experiments import plans, results
-from experiments.plans import MAIN, NAMES, Experiment, experiments
+from experiments.plans import MAIN, experiments
 from experiments.study import settings_of
+from experiments.trials import NAMES, Experiment
 from perada.config import resolve
 from perada.methods import REGISTRY
 
@@ -23,11 +25,15 @@ def test_every_run_resolves_and_no_two_are_the_same(name: str) -> None:
     names = [t.name for t in found.trials]
     assert len(set(names)) == len(names)
     for choice in found.choices:
-        assert set(choice.among) <= set(names), choice.name
-        assert not any(found.trial(n).tested for n in choice.among), "what stands for election touches no test data"
+        settles = choice.rule == "settle"
+        runs = [run for v in choice.among for run in (found.runs_of(v) if settles else [v])]
+        assert set(runs) <= set(names), choice.name
+        assert len(runs) >= len(choice.among)
+        assert not any(found.trial(n).tested for n in runs), "what stands for election touches no test data"
     configs = [resolve(found.preset, {**found.settings, **t.settings}) for t in found.trials]
     free = [c for c, t in zip(configs, found.trials, strict=True) if not t.follows]
-    assert len({results.digest(c) for c in free}) == len(free)
+    replicates = len([t for t in found.trials if t.name[-1] in "bc" and t.variant])
+    assert len({results.digest(c) for c in free}) == len(free) - replicates
     assert len({c.data for c in configs}) == 1, "one split"
 
 
@@ -50,12 +56,12 @@ def test_the_main_table_has_what_the_issue_asks_for() -> None:
     assert all(c.run.shifts and c.run.severities == (1, 2, 3, 4, 5) for c in configs)
 
 
-def test_the_others_are_the_other_sixteen_each_with_a_grid() -> None:
+def test_the_others_are_the_other_seventeen_each_with_a_grid() -> None:
     others = experiments()["others"]
     assert sorted(t.name for t in others.trials if t.tested) == sorted(set(REGISTRY) - set(MAIN))
     assert {c.name for c in others.choices} == set(REGISTRY) - set(MAIN)
     assert all(len(c.among) >= 3 for c in others.choices)
-    assert len([t for t in others.trials if t.tested]) == 16
+    assert len([t for t in others.trials if t.tested]) == 17
     names = [t.name for t in others.trials]
     last = [others.choice(t.name).among[-1] for t in others.trials if t.tested]
     assert all(names[names.index(n) + 1] in REGISTRY for n in last), "each is tested when it is tuned: no slice is lost"
@@ -137,6 +143,54 @@ def test_settling_the_preset_does_not_change_what_the_study_was() -> None:
     distil = {k for k in resolve("cifar10", {}).flat() if k.startswith("distill.")}
     free = {"distill.data", "distill.size", "distill.batch", "distill.temperature", "distill.schedule"}
     assert distil - free <= set(study.settings)
+
+
+def test_settle_has_two_seeds_of_all_but_the_diagnosis_and_five_runs_without_distillation() -> None:
+    settle = experiments()["settle"]
+    configs = {t.name: resolve(settle.preset, {**settle.settings, **t.settings}) for t in settle.trials}
+    assert {c.train.rounds for c in configs.values()} == {50}
+    assert {c.run.eval_every for c in configs.values()} == {2}
+    seeds: dict[str, list[int]] = {}
+    for trial in settle.trials:
+        seeds.setdefault(trial.variant, []).append(configs[trial.name].run.seed)
+    assert seeds.pop("no-kd") == [0, 1, 0, 0, 1]
+    assert seeds.pop("authors") == [0]
+    assert set(map(tuple, seeds.values())) == {(0, 1)}
+    equal = [t for t in settle.trials if t.variant == "no-kd"]
+    assert len({results.digest(configs[t.name]) for t in equal}) == 2
+    by_seed = [{t.group for t in equal if configs[t.name].run.seed == s} for s in (0, 1)]
+    assert [len(groups) for groups in by_seed] == [3, 2], "equal runs never share a process"
+
+
+def test_settle_has_the_candidates_that_the_specification_lists() -> None:
+    """SPEC 13: one early hard step, three rounds, thirty at 3e-4, its control, and no guard with no pull."""
+    settle = experiments()["settle"]
+
+    def of(run: str) -> Any:
+        return resolve(settle.preset, {**settle.settings, **settle.trial(run).settings})
+
+    once = of("once-0").distill
+    assert (once.rounds, once.lr, once.steps, once.schedule, once.guard, once.pull) == (
+        1,
+        1e-3,
+        60,
+        "constant",
+        "none",
+        0,
+    )
+    assert once.teacher_norm == "public"
+    assert replace(of("thrice-0").distill, rounds=1) == once
+    assert replace(of("thirty-0").distill, rounds=1, lr=1e-3) == once
+    wide, plain = of("wide-0"), of("no-kd-0")
+    assert replace(wide, model=replace(wide.model, adapter_std=1e-4)) == plain
+    free, recipe = of("free-1"), of("recipe-1")
+    assert replace(free.distill, guard=recipe.distill.guard, pull=recipe.distill.pull) == recipe.distill
+    assert (free.distill.guard, free.distill.pull) == ("none", 0)
+    searched = [
+        (of(f"{m}-lam2-0").method["lam"], of(f"{m}-lam4-0").method["lam"], of(f"{m}-slow-0").train.lr)
+        for m in ("no-kd", "recipe", "ditto")
+    ]
+    assert set(searched) == {(2.0, 4.0, 5e-3)}, "the same search for all three"
 
 
 def small() -> Experiment:

@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from small import adapters, tree
 
 from experiments import results
-from experiments.running import Clock, lay_over, reproduce, state_of
+from experiments.running import Clock, lay_over, run_experiment, state_of
+from perada.client.cohort import Uploads
 from perada.errors import InputError, Interrupted, RunError
-from perada.experiment import Experiment, Progress
+from perada.experiment import Experiment
+from perada.runs.moment import Progress
 
 from .tiny import experiment, place, staged, trial, two
 
@@ -38,7 +40,7 @@ def numbers(home: Path, experiment: str = "digits") -> Found:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """PerAda and FedAvg, four rounds each, never disturbed."""
     home = tmp_path_factory.mktemp("whole")
-    state = reproduce(two(train__rounds=4), place(home))
+    state = run_experiment(two(train__rounds=4), place(home))
     assert (list(state.found), state.left) == (["perada-0", "fedavg-0"], [])
     return home
 
@@ -64,15 +66,15 @@ def test_a_result_has_its_settings_and_rows_and_no_weights(whole: Path) -> None:
 
 
 def test_what_is_done_is_not_done_again(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Experiment, "step", lambda self: pytest.fail("trained again"))
+    monkeypatch.setattr(Experiment, "round", lambda self: pytest.fail("trained again"))
     before = tree(whole)
-    assert reproduce(two(train__rounds=4), place(whole)).left == []
+    assert run_experiment(two(train__rounds=4), place(whole)).left == []
     assert tree(whole) == before
 
 
 def test_a_result_that_got_lost_is_made_from_the_run_folder(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole / "runs", tmp_path / "runs")
-    assert reproduce(two(train__rounds=4), place(tmp_path)).left == []
+    assert run_experiment(two(train__rounds=4), place(tmp_path)).left == []
     assert numbers(tmp_path) == numbers(whole)
 
 
@@ -103,7 +105,7 @@ def test_slices_of_time_on_changing_machines_give_the_same(whole: Path, tmp_path
     at.mkdir()
     while True:
         clock = Ticking(3)
-        state = reproduce(two(train__rounds=4), place(at), clock, together)
+        state = run_experiment(two(train__rounds=4), place(at), clock, together)
         if not state.left:
             break
         assert clock.stopped
@@ -157,16 +159,16 @@ def test_a_run_that_is_stopped_stops_no_other(tmp_path: Path) -> None:
 
     runs = [trial(f"{m}-0", method__name=m) for m in ("perada", "fedavg", "ditto")]
     plan = experiment(*runs, train__rounds=6)
-    state = reproduce(plan, place(tmp_path), Uneven(60), together=2)
+    state = run_experiment(plan, place(tmp_path), Uneven(60), together=2)
     assert list(state.found) == ["fedavg-0"]
     assert not (tmp_path / "runs" / "digits" / "ditto-0").exists()
-    assert reproduce(plan, place(tmp_path)).left == []
+    assert run_experiment(plan, place(tmp_path)).left == []
 
 
 def test_a_group_of_more_runs_than_are_trained_at_once(tmp_path: Path) -> None:
     """Two, then the one that is left: by how many a machine's seconds are shared is what was so."""
     runs = [trial(f"{m}-0", method__name=m) for m in ("perada", "fedavg", "ditto")]
-    state = reproduce(experiment(*runs), place(tmp_path), together=2)
+    state = run_experiment(experiment(*runs), place(tmp_path), together=2)
     assert state.left == []
     assert [r["together"] for r in state.found.values()] == [2, 2, 1]
 
@@ -175,9 +177,9 @@ def test_only_some_runs_or_groups(tmp_path: Path) -> None:
     runs = [trial("perada-0", "adapters", method__name="perada"), trial("fedavg-0", "full", method__name="fedavg")]
     both = experiment(*runs)
     with pytest.raises(InputError, match="unknown run 'ful': did you mean 'full'"):
-        reproduce(both, place(tmp_path), only=["ful"])
-    assert reproduce(both, place(tmp_path), only=["full"]).left == ["perada-0"]
-    assert reproduce(both, place(tmp_path), only=["perada-0"]).left == []
+        run_experiment(both, place(tmp_path), only=["ful"])
+    assert run_experiment(both, place(tmp_path), only=["full"]).left == ["perada-0"]
+    assert run_experiment(both, place(tmp_path), only=["perada-0"]).left == []
 
 
 def test_a_runs_own_public_images_are_found_beside_the_data_and_may_move(tmp_path: Path) -> None:
@@ -191,9 +193,9 @@ def test_a_runs_own_public_images_are_found_beside_the_data_and_may_move(tmp_pat
         for home in ("here", "there"):
             (tmp_path / home).mkdir(exist_ok=True)
             np.savez(tmp_path / home / f"{file}.npz", images=images, labels=np.arange(many) % 4)
-    assert reproduce(one, place(tmp_path, data=str(tmp_path / "here")), Ticking(1)).left == ["other-0"]
+    assert run_experiment(one, place(tmp_path, data=str(tmp_path / "here")), Ticking(1)).left == ["other-0"]
     shutil.rmtree(tmp_path / "here")
-    assert reproduce(one, place(tmp_path, data=str(tmp_path / "there"))).left == []
+    assert run_experiment(one, place(tmp_path, data=str(tmp_path / "there"))).left == []
     text = (tmp_path / "results" / "digits" / "other-0.json").read_text()
     assert '"distill.data": "public.npz"' in text
     assert str(tmp_path) not in text
@@ -202,7 +204,7 @@ def test_a_runs_own_public_images_are_found_beside_the_data_and_may_move(tmp_pat
 def test_validation_images_are_no_file_beside_the_data(tmp_path: Path) -> None:
     run = trial("own-0", method__name="perada", distill__data="validation", distill__batch=64)
     assert place(tmp_path, data=str(tmp_path)).here(experiment(run), run) == {"data.root": str(tmp_path)}
-    assert reproduce(experiment(run), place(tmp_path)).left == []
+    assert run_experiment(experiment(run), place(tmp_path)).left == []
     assert '"distill.data": "validation"' in (tmp_path / "results" / "digits" / "own-0.json").read_text()
 
 
@@ -244,12 +246,12 @@ def test_a_clock_learns_from_the_first_how_long_the_end_takes() -> None:
 
 def test_a_run_tells_its_clock_how_long_its_end_took(tmp_path: Path) -> None:
     clock = Clock(60, finishing=1e5)
-    reproduce(two(run__shifts=True, run__severities=[3]), place(tmp_path), clock)
+    run_experiment(two(run__shifts=True, run__severities=[3]), place(tmp_path), clock)
     assert clock.finishing < 1e3
 
 
 def test_minutes_that_are_over_at_once_train_nothing(tmp_path: Path) -> None:
-    state = reproduce(two(), place(tmp_path), Clock(1e-9))
+    state = run_experiment(two(), place(tmp_path), Clock(1e-9))
     assert state.left == ["perada-0", "fedavg-0"]
 
 
@@ -265,11 +267,11 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(whole: Path, tmp_path: Path, 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
         with pytest.raises(Interrupted, match="saved"):
-            reproduce(two(train__rounds=4), place(tmp_path), together=together, on_round=interrupt)
+            run_experiment(two(train__rounds=4), place(tmp_path), together=together, on_round=interrupt)
     finally:
         signal.signal(signal.SIGINT, before)
     assert any((tmp_path / "runs" / "digits").glob("*/checkpoints/round-0002"))
-    assert reproduce(two(train__rounds=4), place(tmp_path)).left == []
+    assert run_experiment(two(train__rounds=4), place(tmp_path)).left == []
     if together == 1:
         assert numbers(tmp_path) == numbers(whole)
 
@@ -278,18 +280,18 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(whole: Path, tmp_path: Path, 
 def test_a_machine_that_fails_leaves_one_line_and_what_was_done(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a run that is tested, and of one that stands for election."""
+    """Of a run that is tested, and of a candidate of a choice."""
     plan = staged() if run == "no-kd" else two()
-    step = Experiment.step
+    gather = Experiment.gather
 
-    def fail(sim: Experiment) -> None:
-        if sim.now.round == 1:
+    def fail(experiment: Experiment) -> Uploads:
+        if experiment.now.round == 1:
             raise MemoryError("no room")
-        step(sim)
+        return gather(experiment)
 
-    monkeypatch.setattr(Experiment, "step", fail)
+    monkeypatch.setattr(Experiment, "gather", fail)
     with pytest.raises(RunError, match=f"^{run}: no room; what is finished is saved: the same command goes on"):
-        reproduce(plan, place(tmp_path))
+        run_experiment(plan, place(tmp_path))
     assert (tmp_path / "runs" / "digits" / run / "checkpoints" / "round-0001").is_dir()
 
 
@@ -299,14 +301,14 @@ def test_a_settled_preset_makes_results_and_run_folders_of_before_stale(whole: P
     assert state.stale == {"perada-0": ["distill.lr"], "fedavg-0": ["distill.lr"]}
     assert state.left == ["perada-0", "fedavg-0"]
     shutil.copytree(whole / "runs", tmp_path / "runs")
-    with pytest.raises(InputError, match=r"perada-0 was begun with another distill\.lr: move it away"):
-        reproduce(changed, place(tmp_path))
+    with pytest.raises(InputError, match=r"perada-0 began with another distill\.lr: move it away"):
+        run_experiment(changed, place(tmp_path))
 
 
 def test_a_stage_waits_for_the_choice_before_it_and_builds_on_it(tmp_path: Path) -> None:
     study = staged()
     assert state_of(study, tmp_path).ready() == ["no-kd", "slow", "fast"]
-    state = reproduce(study, place(tmp_path))
+    state = run_experiment(study, place(tmp_path))
     assert state.left == []
     found = results.read(tmp_path / "results", "digits")
     rate = found["long"]["settings"]["distill.lr"]
@@ -323,9 +325,9 @@ def test_a_stage_waits_for_the_choice_before_it_and_builds_on_it(tmp_path: Path)
 def test_a_run_of_validation_data_alone_goes_on_where_it_was(tmp_path: Path) -> None:
     """The same numbers as without the stop."""
     study = replace(staged(), trials=staged().trials[:2], choices=())
-    reproduce(study, place(tmp_path / "whole"))
+    run_experiment(study, place(tmp_path / "whole"))
     slices = 0
-    while reproduce(study, place(tmp_path / "cut"), Ticking(1)).left:
+    while run_experiment(study, place(tmp_path / "cut"), Ticking(1)).left:
         slices += 1
     assert slices >= 2
     assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
@@ -335,7 +337,7 @@ def test_random_and_fedavg_weights_are_a_runs_own(tmp_path: Path) -> None:
     """The FedAvg pretraining is done once for both of its runs."""
     runs = [trial(f"{m}-0", method__name=m, model__weights="fedavg") for m in ("perada-no-kd", "fedavg")]
     both = experiment(*runs, model__pretrain_rounds=2)
-    assert reproduce(both, place(tmp_path)).left == []
+    assert run_experiment(both, place(tmp_path)).left == []
     assert len(list((tmp_path / "runs" / "digits" / "pretrain").glob("*.safetensors"))) == 1
     found = results.read(tmp_path / "results", "digits")
     assert {r["settings"]["model.weights"] for r in found.values()} == {"fedavg"}
@@ -350,14 +352,14 @@ def test_the_file_of_weights_is_named_by_its_checksum_and_need_not_move_along(tm
     file.parent.mkdir()
     save_file({k: t for k, t in net.state_dict().items() if not k.endswith("tracked")}, file)
     one = replace(two(train__rounds=2), needs_weights=True)
-    assert reproduce(one, place(tmp_path, weights=str(file)), Ticking(1)).left
+    assert run_experiment(one, place(tmp_path, weights=str(file)), Ticking(1)).left
     begun = results.file_digest(str(file))
     file.unlink()
     again = tmp_path / "elsewhere.safetensors"  # another machine has another path, or no file at all
     with pytest.raises(InputError, match="no file"):
-        reproduce(one, place(tmp_path, weights=str(file)))
+        run_experiment(one, place(tmp_path, weights=str(file)))
     save_file({k: t for k, t in net.state_dict().items() if not k.endswith("tracked")}, again)
-    assert reproduce(one, place(tmp_path, weights=str(again))).left == []
+    assert run_experiment(one, place(tmp_path, weights=str(again))).left == []
     found = results.read(tmp_path / "results", "digits")["perada-0"]["weights"]
     assert begun is not None
     assert found == {**begun, "file": "elsewhere.safetensors"}

@@ -11,13 +11,23 @@ import pytest
 import torch
 
 from experiments import results
-from experiments.plans import Choice
-from experiments.running import reproduce
-from experiments.study import Validation, elected, settings_of, settled, validation_of, winner
+from experiments.running import run_experiment
+from experiments.study import (
+    Scores,
+    Validation,
+    elected,
+    noise_of,
+    scores_of,
+    settings_of,
+    settled,
+    validation_of,
+    winner,
+)
+from experiments.trials import Choice
 from perada.config import build, resolve
 from perada.data import Federation, build_federation
 
-from .tiny import TINY, place, staged
+from .tiny import TINY, place, settling, staged
 
 STUDY = Choice("s", ("a", "b", "c"), "study", "", "no-kd")
 REFERENCE = Validation(80.0, 40.0)
@@ -93,15 +103,15 @@ def numbers(home: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("study")
-    assert reproduce(staged(), place(home)).left == []
+    assert run_experiment(staged(), place(home)).left == []
     return home
 
 
 def test_poisoned_test_labels_change_no_choice(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole study, to the run that is tested: the same numbers to choose by, the same choice, the same settings;
     and that run's test score shows that the poison was poison."""
-    monkeypatch.setattr("perada.sweep.plan.build_federation", changed("test"))
-    assert reproduce(staged(), place(tmp_path)).left == []
+    monkeypatch.setattr("perada.config.build.build_federation", changed("test"))
+    assert run_experiment(staged(), place(tmp_path)).left == []
     assert numbers(tmp_path) == numbers(whole)
     clean, poisoned = (results.read(home / "results", "digits")["end"] for home in (whole, tmp_path))
     assert clean["last"]["local_test"] != poisoned["last"]["local_test"]
@@ -113,9 +123,9 @@ def test_poisoned_validation_labels_are_seen(
     part: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without this the test above could not fail."""
-    monkeypatch.setattr("perada.sweep.plan.build_federation", changed(part))
+    monkeypatch.setattr("perada.config.build.build_federation", changed(part))
     first = replace(staged(), trials=staged().trials[:3])
-    reproduce(first, place(tmp_path))
+    run_experiment(first, place(tmp_path))
     for name, (seen, _) in numbers(tmp_path).items():
         wanted = numbers(whole)[name][0]
         assert (seen.local != wanted.local) == (part == "val"), name
@@ -125,7 +135,9 @@ def test_poisoned_validation_labels_are_seen(
 def test_the_server_score_is_each_personal_models_accuracy_on_the_servers_images() -> None:
     sim = build(resolve("digits", TINY))
     sim.round()
-    found = sim.evaluate(("server",))["server_val"]["per_client"]
+    row = sim.evaluate(("server",))
+    assert row is not None
+    found = row.scores["server_val"].per_client
     held, lanes = sim.federation.server_val, sim.personal()
     images = sim.federation.prepare(sim.federation.take(held), torch.float32)
     for m, client in enumerate(sim.federation.clients):
@@ -150,15 +162,79 @@ def test_what_stands_for_election_touches_no_test_data(tmp_path: Path, monkeypat
         found = build_federation(*args)
         return replace(found, clients=tuple(replace(c, test=Untouchable()) for c in found.clients))
 
-    monkeypatch.setattr("perada.sweep.plan.build_federation", build)
+    monkeypatch.setattr("perada.config.build.build_federation", build)
     study = replace(staged(), trials=staged().trials[:-1])
-    assert reproduce(study, place(tmp_path)).left == []
+    assert run_experiment(study, place(tmp_path)).left == []
     with pytest.raises(AssertionError, match="touched"):  # the run that is tested does touch them
-        reproduce(staged(), place(tmp_path))
+        run_experiment(staged(), place(tmp_path))
 
 
 def test_a_choice_sees_nothing_but_validation(whole: Path) -> None:
     """A result with everything else taken away gives the same."""
     for result in results.read(whole / "results", "digits").values():
+        rows = [{k: row[k] for k in ("round", "local_val", "server_val") if k in row} for row in result["rows"]]
         bare = {"validation": result["validation"], "guard": {"kind": result["guard"]["kind"]}}
+        bare |= {"rows": rows, "rounds": result["rounds"]}
         assert validation_of(bare) == validation_of(result)
+
+
+def seen(local: float, server: float, guard: str | None = "none") -> Validation:
+    """A run of the rule `settle`, by its second half; its last round says something else."""
+    return Validation(0.0, 99.0, guard, local, server)
+
+
+def contest() -> dict[str, Validation]:
+    """Equal runs differ by 0.5 with seed 0, so that the noise is 0.5; the reference has 40.0 and 42.0."""
+    same = {"no-kd-0": seen(80.0, 39.5), "no-kd-0b": seen(80.0, 40.0), "no-kd-0c": seen(80.0, 40.5)}
+    return {**same, "no-kd-1": seen(80.0, 42.0)}
+
+
+def both(name: str, *scores: Validation) -> dict[str, Validation]:
+    return {f"{name}-{seed}": one for seed, one in enumerate(scores)}
+
+
+def test_the_noise_is_what_equal_runs_differ_by() -> None:
+    study = settling()
+    found = contest()
+    assert noise_of(study, found) == Scores(0.0, 0.5)
+    assert scores_of(study, "no-kd", found) == Scores(80.0, 41.0), "equal runs first, then the seeds"
+    assert noise_of(study, {"no-kd-0": found["no-kd-0"], "no-kd-1": found["no-kd-1"]}) is None
+    assert scores_of(study, "hard", both("hard", seen(80.0, 50.0))) is None, "a seed is missing"
+
+
+def test_a_gain_within_twice_the_noise_does_not_count() -> None:
+    study, found = settling(), contest()
+    slow, hard = both("slow", seen(80.0, 41.0), seen(80.0, 43.0)), both("hard", seen(79.7, 41.1), seen(79.7, 43.1))
+    assert winner(study, "which", {**found, **slow}) is None, "a candidate is not done"
+    assert winner(study, "which", {**found, **slow, **both("hard", seen(79.69, 50.0), seen(79.69, 50.0))}) == "no-kd"
+    assert winner(study, "which", {**found, **slow, **hard}) == "hard", "1.1 above, where twice the noise is 1.0"
+    assert winner(study, "which", {**found, **slow, **both("hard", seen(80, 41.0), seen(80, 43.0))}) == "no-kd"
+    own = {k: v for k, v in study.settings.items() if k.startswith("distill.")}
+    assert settled(study, {**found, **slow, **hard}) == {**own, "distill.lr": 0.05}
+    assert settled(study, {**found, **slow, **both("hard", seen(80, 41.0), seen(80, 43.0))}) is None
+
+
+def test_labels_at_the_server_and_controls_are_not_chosen() -> None:
+    study, found = settling(), contest()
+    slow, hard = both("slow", seen(80, 42.0), seen(80, 44.0)), both("hard", *[seen(90.0, 90.0, "server")] * 2)
+    assert winner(study, "which", {**found, **slow, **hard, **both("wide", seen(99, 99), seen(99, 99))}) == "slow"
+
+
+def test_poisoned_test_labels_change_nothing_of_the_rule_settle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scores(home: Path) -> dict[str, Any]:
+        held = results.read(home / "results", "digits")
+        found = {n: validation_of(r) for n, r in held.items()}
+        assert all(v.later_server is not None and v.later_local is not None for v in found.values())
+        return {**found, "won": winner(settling(), "which", found), "noise": noise_of(settling(), found)}
+
+    assert run_experiment(settling(), place(tmp_path / "clean")).left == []
+    clean = scores(tmp_path / "clean")
+    assert clean["won"] is not None
+    assert clean["noise"] == Scores(0.0, 0.0), "on a CPU equal runs are equal"
+    for part in ("test", "server"):
+        monkeypatch.setattr("perada.config.build.build_federation", changed(part))
+        assert run_experiment(settling(), place(tmp_path / part)).left == []
+    assert scores(tmp_path / "test") == clean
+    assert scores(tmp_path / "server") != clean, "poisoned validation labels are seen"

@@ -8,8 +8,8 @@ from typing import Any
 
 from small import SMALL
 
-from experiments.plans import Choice, Experiment, Trial
 from experiments.running import Place
+from experiments.trials import Choice, Experiment, Trial
 
 # Validation data for scores that differ, and a server that holds a third of the training data.
 TINY: dict[str, Any] = {**SMALL, "data.val": 0.2, "data.server_val": 0.5, "train.batch": 16}
@@ -49,6 +49,23 @@ def staged() -> Experiment:
         Choice("second", ("long", "pulled"), "study", "first", "no-kd"),
     )
     return experiment(*trials, choices=choices, distill__guard="none")
+
+
+def settling() -> Experiment:
+    """A study by the rule `settle`: no distillation four times, two candidates and a control with two seeds."""
+    variants = {
+        "no-kd": {"method.name": "perada-no-kd"},
+        "slow": {"method.name": "perada", "distill.lr": 1e-4},
+        "hard": {"method.name": "perada", "distill.lr": 0.05},
+        "wide": {"method.name": "perada-no-kd", "model.adapter_std": 6e-3},
+    }
+    runs = [(variant, seed, "") for variant in variants for seed in (0, 1)] + [("no-kd", 0, "b"), ("no-kd", 0, "c")]
+    trials = [
+        Trial(f"{variant}-{seed}{which}", "all", {**variants[variant], "run.seed": seed}, tested=False, variant=variant)
+        for variant, seed, which in runs
+    ]
+    choice = Choice("which", ("slow", "hard"), "settle", "", "no-kd", ("wide",))
+    return experiment(*trials, choices=(choice,), distill__guard="none")
 
 
 def place(home: Path, **more: Any) -> Place:

@@ -37,7 +37,7 @@ typer.core.HAS_RICH = False  # help is plain, but typer 0.20, which flwr asks fo
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.add_typer(data_app, name="data")
 if find_spec("flwr"):
-    from ..flower.commands import app as flower_app
+    from .flower import app as flower_app
 
     app.add_typer(flower_app, name="flower")
 

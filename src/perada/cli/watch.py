@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 from ..errors import Interrupted
-from ..experiment import Progress as RoundProgress
+from ..runs.moment import Progress as RoundProgress
 from .console import SAID, err
 
 

@@ -10,13 +10,16 @@ import numpy as np
 from torch import Tensor
 
 from ..data import Federation
-from ..lanes import LaneModel, State, gather, scatter
+from ..errors import InputError
+from ..lanes import LaneModel, State, bytes_per_lane, gather, scatter
+from ..machine import free_memory, precision_of
 from ..methods import Finisher, Judge, Method, check_upload
 from .scores import Scores, personal_scores
 from .trainer import Train, Trainer
 
 if TYPE_CHECKING:
-    from ..experiment import Moment
+    from ..options import RunOptions
+    from ..runs.moment import Moment
 
 SPLITS = ("local", "val", "global")  # what is evaluated during training
 
@@ -84,6 +87,27 @@ class LocalCohort:
     def trainer_of(self, clients: Sequence[int], round: int) -> Trainer:
         """Returns what the method sees of these clients in a round."""
         return Trainer(self.model, self.federation, clients, round, self.seed, self.options, self.lanes)
+
+    def fit_lanes(self, options: RunOptions) -> str:
+        """Chooses how many lanes train at once by the memory there is; returns a line that says so."""
+        asked, device, batch = options.lanes, self.model.device, self.options.batch
+        height, width = self.federation.images.shape[-2:]
+        each = bytes_per_lane(self.model, (int(height), int(width)), batch)
+        lanes, free = self.method.parts.copies * (self.options.cohort or len(self.names)), free_memory(device)
+        fit = self.model.room = int(0.9 * free / each)
+        if fit < 1:
+            raise InputError(
+                f"one lane takes about {each / 2**30:.1f} GiB and {device.type} has {free / 2**30:.1f} free: lower "
+                "Train.batch, or take a machine with more memory"
+            )
+        chosen = min(asked or lanes, lanes)
+        if not asked and fit < lanes:
+            chosen = fit
+        self.lanes = chosen if chosen < lanes else 0
+        named = "1 lane" if chosen == 1 else f"{chosen} lanes"
+        named += f" at once in {precision_of(options.precision, device)}"
+        what = f"{named}, about {chosen * each / 2**30:.1f} GiB of {free / 2**30:.1f} free"
+        return what + (f"; {lanes} lanes take turns" if chosen < lanes else "")
 
     def train(self, now: Moment, sampled: Sequence[int]) -> Uploads:
         trainer = self.trainer = self.trainer_of(sampled, now.round)

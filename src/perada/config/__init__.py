@@ -1,6 +1,6 @@
 """Configuration: TOML files and `section.key` settings, and the objects that they describe."""
 
-from .build import build, describe
+from .build import build, describe, federation_of
 from .keys import (
     SECTIONS,
     Config,
@@ -22,6 +22,7 @@ __all__ = [
     "ModelOptions",
     "build",
     "describe",
+    "federation_of",
     "from_tables",
     "in_keys",
     "parse_grid",

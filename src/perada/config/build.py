@@ -14,12 +14,13 @@ from ..adapters import name_of as adapter_name
 from ..client.cohort import Cohort
 from ..data import GIVEN, VALIDATION, Federation, build_federation, public_images
 from ..errors import InputError
-from ..experiment import Experiment, Say, check_fit
+from ..experiment import Experiment, Say
 from ..lanes import key_of, ops_for
 from ..machine import device_of
 from ..methods import name_of
-from ..models import Backbone, load_into
+from ..models import Backbone, load_into, network_of
 from ..models import backbone as named_backbone
+from ..options import check_fit
 from .keys import Config, ModelOptions
 
 
@@ -46,10 +47,13 @@ def build(
     cohort: who trains, if not the federation's clients on this machine.
     """
     device = device_of(config.run.device)
-    federation = federation or build_federation(config.data, device)
+    federation = federation or federation_of(config)
     method = config.make_method()
     if to_train:
         check(config, federation, local=cohort is None)
+    local = to_train and cohort is None
+    for line in (*about_data(federation), *about_settings(config)) if local else ():
+        say(line)
     distils = to_train and method.parts.distils and config.distill.steps > 0
     images = _public(config, federation) if distils else None
     if isinstance(net, nn.Module):
@@ -69,24 +73,33 @@ def build(
         options=config.run,
     )
     experiment.config = config
-    if to_train and cohort is None:
-        lines = (*about_data(federation), *about_settings(config), experiment.about_lanes, federation.about_images())
-        for line in lines:
-            say(line)
+    if local:
+        say(experiment.about_lanes)
+        say(federation.about_images())  # last: a refusal is one line
     if device.type == "cuda" and not ops_for(device).fast:
-        say("warning: Triton is missing, so there are no kernels for lanes: the same results, slower")
+        say("warning: Triton is missing: results are the same, but training is slower")
     return experiment
+
+
+def federation_of(config: Config) -> Federation:
+    """Returns the federation of a configuration, on its device."""
+    federation = build_federation(config.data, device_of(config.run.device))
+    if config.data.normalise != "backbone":
+        return federation
+    made = network_of(config.model.backbone, len(federation.classes))
+    if made.mean is None or made.std is None:
+        raise InputError(f"backbone {made.name!r} has no normalisation of its own: set DataOptions.normalise to data")
+    return replace(federation, mean=made.mean, std=made.std)
 
 
 def check(config: Config, federation: Federation, local: bool = True) -> None:
     """Refuses settings that do not fit the data or the method, without building anything."""
     method = config.make_method()
     check_fit(federation, method, config.train, config.distill, local)
-    if method.parts.distils and config.distill.steps > 0:
-        _refuse_own(config)
-
-
-def _refuse_own(config: Config) -> None:
+    if not method.parts.distils or config.distill.steps == 0:
+        return
+    if config.distill.data == "none":
+        raise InputError("distillation needs public images: set Distill.data, or Distill.steps=0")
     if config.distill.data in (config.data.name, config.data.root):
         raise InputError(f"Distill.data={config.distill.data} holds the clients' own images: choose other public data")
 
@@ -94,6 +107,8 @@ def _refuse_own(config: Config) -> None:
 def _public(config: Config, federation: Federation) -> Tensor | None:
     if config.distill.data == VALIDATION:
         return federation.take(federation.val)
+    if config.distill.data == "none":
+        raise InputError("distillation needs public images: set Distill.data, or Distill.steps=0")
     return public_images(config.distill.data, federation.images.shape[-1], config.data.root)
 
 

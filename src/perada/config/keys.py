@@ -23,9 +23,9 @@ from ..adapters import known as known_adapter
 from ..client.trainer import Train
 from ..data import GIVEN, DataOptions, is_public_name
 from ..errors import InputError, unknown
-from ..experiment import RunOptions
 from ..methods import REGISTRY, Method, check_name, hyperparameters, make_method
 from ..models import WEIGHTS, known
+from ..options import RunOptions
 from ..server.distill import Distill
 
 

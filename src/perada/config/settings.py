@@ -11,7 +11,10 @@ from ..methods import grids, hyperparameters
 from .keys import Config
 
 Settings = Mapping[str, Any]
-MOVED = ("run.device", "run.lanes", "data.root")  # may differ on the machine that resumes a plan
+MACHINE = ("run.device", "run.lanes")  # chosen per machine
+MOVED = (*MACHINE, "data.root")  # may differ on the machine that resumes a plan
+RESUMED = (*MOVED, "train.rounds")  # what a resumed run may change
+PATHS = ("data.root", "model.weights", "distill.data")
 GRIDS: dict[str, tuple[float, ...]] = {  # the paper's
     "train.lr": (5e-4, 1e-3, 5e-3, 1e-2),
     "distill.lr": (1e-5, 1e-4, 1e-3, 1e-2),
@@ -19,15 +22,17 @@ GRIDS: dict[str, tuple[float, ...]] = {  # the paper's
 
 
 def given(
-    set: Settings | None,
+    set: Settings | None = None,
     *,
+    method: str | None = None,
     data: str | Path | None = None,
     device: str | None = None,
     seed: int | None = None,
     lanes: int | None = None,
 ) -> dict[str, Any]:
     """Returns `set` with the settings that have an argument of their own."""
-    own = {"data.root": None if data is None else str(data), "run.device": device, "run.seed": seed, "run.lanes": lanes}
+    own: dict[str, Any] = {"method.name": method, "data.root": None if data is None else str(data)}
+    own |= {"run.device": device, "run.seed": seed, "run.lanes": lanes}
     return {**(set or {}), **{key: value for key, value in own.items() if value is not None}}
 
 
@@ -36,10 +41,22 @@ def moved(settings: Settings) -> dict[str, Any]:
     return {k: v for k, v in settings.items() if k in MOVED}
 
 
+def changeable(stored: Config, overrides: Settings) -> dict[str, Any]:
+    """Returns those overrides that a resumed run may change; public images may be the same file elsewhere."""
+    there, here = Path(stored.distill.data), Path(str(overrides.get("distill.data", "")))
+    same = there.name == here.name and there.is_absolute() and here.is_absolute()
+    return {k: v for k, v in overrides.items() if k in RESUMED or (same and k == "distill.data")}
+
+
+def anywhere(key: str, value: Any) -> Any:
+    """Returns a setting's value; of a path, its last part: the file may have moved."""
+    return Path(str(value)).name if key in PATHS else value
+
+
 def absolute(settings: Settings, config: Config) -> dict[str, Any]:
     """Returns the settings with paths that mean the same from any folder, as `config` has them."""
-    known = {"data.root": config.data.root, "model.weights": config.model.weights, "distill.data": config.distill.data}
-    return {k: known.get(k, v) for k, v in settings.items()}
+    flat = config.flat()
+    return {k: flat[k] if k in PATHS else v for k, v in settings.items()}
 
 
 def for_method(method: str, settings: Settings, methods: Sequence[str]) -> dict[str, Any]:

@@ -72,4 +72,4 @@ def resized_crop(images: Tensor, keys: Tensor) -> Tensor:
 AUGMENT: dict[str, Augment | None] = {"none": None, "flip": flip, "crop": crop, "resized-crop": resized_crop}
 
 DRAWS: dict[Augment | None, int] = {None: 0, flip: 1, crop: 3}
-"""Draws per sample, of the augmentations that a GPU kernel knows (`Ops.views`)."""
+"""Draws per sample, of the augmentations that `Ops.views` knows."""

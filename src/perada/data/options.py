@@ -35,7 +35,9 @@ class DataOptions:
     labels: tuple[str, ...] = _option((), "multi-label: use only these labels; empty uses all")
     site: str = _option("site", "column of a manifest that names the owner of an image")
     uncertain: Literal["ones", "zeros", "ignore"] = _option("ones", "what CheXpert's -1 means; ignore drops the image")
-    normalise: Literal["data", "imagenet"] = _option("data", "whose mean and std; pretrained backbones expect imagenet")
+    normalise: Literal["data", "imagenet", "backbone"] = _option(
+        "data", "whose mean and std: these, or what it expects"
+    )
     augment: Literal["none", "flip", "crop", "resized-crop"] = _option("none", "random views of training images")
     resident: Literal["auto", "yes", "no"] = _option("auto", "keep images on the compute device; no streams them")
     skip_bad: bool = _option(False, "skip images that cannot be read")

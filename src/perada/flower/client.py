@@ -20,7 +20,7 @@ from torch import nn
 
 from ..client.scores import personal_scores
 from ..client.trainer import Trainer
-from ..config import Config
+from ..config import Config, in_keys
 from ..data import Federation
 from ..errors import InputError
 from ..experiment import DTYPES, lanes_of
@@ -89,7 +89,7 @@ class Work:
 
     def here(self, state: State) -> State:
         dtype = DTYPES[self.config.run.precision]
-        return state.map(lambda t: t.to(self.device, dtype))
+        return state.map(lambda t: t.to(self.device, dtype if t.is_floating_point() else t.dtype))
 
     def trainer(self, round: int) -> Trainer:
         run = self.config.run
@@ -206,16 +206,16 @@ def _check(work: Work) -> None:
     _ = work.model
     judges = work.config.distill.guard == "clients" and isinstance(work.method, Judge) and work.method.parts.distils
     if judges and not len(work.federation.clients[0].val):
-        _log_note(work, "no validation data here: this site has no say in the guard (data.val)")
+        _log_note(work, "no validation data here: this site has no say in the guard (DataOptions.val)")
     if not len(work.federation.clients[0].test):
-        _log_note(work, "no test data here: its scores are n/a (data.test)")
+        _log_note(work, "no test data here: its scores are n/a (DataOptions.test)")
     for path in work.federation.skipped:
         _log_note(work, f"cannot read {path}: skipped (skip_bad)")
     _ = work.test
 
 
 def _log_note(work: Work, text: str) -> None:
-    print(f"site {work.settings.name}: {text}", file=sys.stderr, flush=True)
+    print(f"site {work.settings.name}: {in_keys(text)}", file=sys.stderr, flush=True)
 
 
 def _weights(work: Work, about: About, content: RecordDict) -> RecordDict:

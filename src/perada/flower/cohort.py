@@ -15,9 +15,10 @@ from torch import Tensor
 from ..client.cohort import Report, Uploads
 from ..client.scores import Scores
 from ..errors import InputError, RunError
-from ..experiment import Experiment, Moment
+from ..experiment import Experiment
 from ..lanes import State, stack
 from ..methods import Judge
+from ..runs.moment import Moment
 from .checks import Clock, Gathered, Number, guard_losses, mean_loss, sample_count, why_not
 from .link import Link
 from .messages import (

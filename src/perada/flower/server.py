@@ -12,10 +12,11 @@ from typing import Any
 from ..callbacks import Callback
 from ..config import build
 from ..errors import InputError
-from ..experiment import Experiment, Progress
+from ..experiment import Experiment
 from ..machine import device_of
 from ..runs.folder import Checkpoint, RunFolder
 from ..runs.loop import train_in
+from ..runs.moment import Progress
 from ..runs.run import Run
 from ..runs.train import conclude
 from .client import backbone_state, planned_network, shapes_of, weights_digest

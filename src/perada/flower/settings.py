@@ -143,6 +143,8 @@ def _run_config(file: Path, tables: dict[str, Any], sites: int) -> Config:
     config = resolve(preset, {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()})
     if config.distill.data == VALIDATION:
         raise InputError(f"{file}: Distill.data={VALIDATION} has no meaning at a server: the data are at the sites")
+    if config.data.normalise == "backbone":
+        raise InputError(f"{file}: DataOptions.normalise=backbone works in simulations only: use data or imagenet")
     if config.distill.guard == "server":
         raise InputError("Distill.guard=server needs labelled data at the server: use clients or none")
     if config.model.weights == "fedavg":
@@ -230,10 +232,13 @@ def _toml(file: Path) -> dict[str, Any]:
 
 def code_named(config: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the first key of a configuration whose value is `package.module:callable`; empty if there is none."""
-    if names_code(str(config["model"]["backbone"])):
-        return "model.backbone"
-    named = (("model", "adapter"), ("method", "name"), ("data", "name"))
-    return next((f"{section}.{key}" for section, key in named if ":" in str(config[section][key])), "")
+    for table, key in (("model", "backbone"), ("model", "adapter"), ("method", "name"), ("data", "name")):
+        name = str(config[table][key])
+        if (
+            names_code(name) if key == "backbone" else ":" in name
+        ):  # torchvision:NAME is not code of the server's choice
+            return f"{table}.{key}"
+    return ""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def _lane_aware(layer: nn.Module, name: str, trained: bool) -> nn.Module | None:
         return LaneDropout(layer.p, name)
     if isinstance(layer, _DropoutNd) and layer.p > 0:
         raise ValueError(f"{type(layer).__name__} has no lane-aware form; use nn.Dropout or p=0")
-    if not trained:  # a convolution has better forms on a GPU (`conv.frozen_conv2d`)
+    if not trained:  # a convolution has better forms on a GPU (`ops.forms`)
         usual = type(layer) is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros"
         return LaneConv2d.of(layer) if usual and layer.bias is None and not isinstance(layer.padding, str) else None
     kinds: dict[type, Callable[[Any], nn.Module]] = {

@@ -211,8 +211,8 @@ class LaneModel:
             raise ValueError(f"a plain module takes one lane, not {state.lanes}")
         module = copy.deepcopy(self.module, {id(self.context): Context()})  # plain torch, as it may move to a CPU
         module = module.to(next(iter(state.tensors())).dtype)
-        held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for source in (state.params, state.buffers):
             for name, tensor in source.items():
-                held[name].copy_(tensor[0])
+                tensors[name].copy_(tensor[0])
         return module.eval()

@@ -55,15 +55,11 @@ def sgd(
         state, speed, towards, each = states
         grads, state = gradient(state, of)
         with torch.no_grad():
-            pulled = None
-            if pull:
-                if gradient.flat is not None and "where" not in cache:  # made before a step is recorded, kept after
-                    cache["where"] = _where(state, grads)
-                centres = _tensors(gradient, grads, towards)
-                pulled = Pulled(centres, each.params["pull"], cache.get("where"))
-            params, speeds = (_tensors(gradient, grads, s) if s.lanes else [] for s in (state, speed))
-            flat = list(grads.values()) if gradient.flat is None else [gradient.flat]
-            gradient.changes += gradient.ops.sgd(params, flat, each.params["lr"], pulled, options.momentum, speeds)
+            slopes, params, speeds, centres = _lists(gradient, grads, state, speed, towards)
+            if pull and gradient.flat is not None and "where" not in cache:  # before a step is recorded, for all steps
+                cache["where"] = _where(state, grads)
+            pulled = Pulled(centres, each.params["pull"], cache.get("where")) if pull else None
+            gradient.changes += gradient.ops.sgd(params, slopes, each.params["lr"], pulled, options.momentum, speeds)
         return state, speed, towards, each
 
     begin = (start, velocity, centre, State(numbers))
@@ -87,12 +83,10 @@ def adam(
         grads, state = gradient(states[0])
         _, first, second, count, *centre = states
         with torch.no_grad():
-            params, firsts, seconds = (_tensors(gradient, grads, s) for s in (state, first, second))
-            flat = list(grads.values()) if gradient.flat is None else [gradient.flat]
-            for towards in centre:  # parameters without a gradient are still at their centre
-                centres = _tensors(gradient, grads, towards)
-                flat = [g.to(p.dtype) + pull * (p - c) for g, p, c in zip(flat, params, centres, strict=True)]
-            gradient.changes += gradient.ops.adam(params, flat, firsts, seconds, count.params["t"], plan)
+            slopes, params, firsts, seconds, *centres = _lists(gradient, grads, state, first, second, *centre)
+            for each in centres:  # parameters without a gradient are still at their centre
+                slopes = [g.to(p.dtype) + pull * (p - c) for g, p, c in zip(slopes, params, each, strict=True)]
+            gradient.changes += gradient.ops.adam(params, slopes, firsts, seconds, count.params["t"], plan)
         return state, *states[1:]
 
     return update
@@ -106,12 +100,12 @@ def adam_states(start: State, pull: float, done: int = 0) -> tuple[State, ...]:
     return start, zeros, zeros, count, *([State(start.params)] if pull else [])
 
 
-def _tensors(gradient: Gradient, names: Iterable[str], state: State) -> list[Tensor]:
-    """Returns the state's parameters of these names; the one that holds them all where gradients are flat, too."""
+def _lists(gradient: Gradient, grads: dict[str, Tensor], *states: State) -> list[list[Tensor]]:
+    """Returns the gradients and the states' parameters of the same names; or the flat tensors that hold them all.
+    An empty state gives an empty list."""
     if gradient.flat is None:
-        return [state.params[n] for n in names]
-    assert state.flat is not None
-    return [state.flat[0]]
+        return [list(grads.values()), *([s.params[n] for n in grads] if s.lanes else [] for s in states)]
+    return [[gradient.flat], *([s.flat[0]] if s.flat else [] for s in states)]
 
 
 def _where(state: State, names: Iterable[str]) -> Tensor:

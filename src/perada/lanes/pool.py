@@ -140,14 +140,14 @@ def _together(jobs: Sequence[Job], model: LaneModel | None, limit: int) -> list[
         steps=[n for j in jobs for n in j.steps],
         slots=slots,
     )
-    found, out, first = alone(whole), [], 0
+    whole_result, out, first = alone(whole), [], 0
     for job, size in zip(jobs, sizes, strict=True):
         at = slice(first, first + size)
         states = tuple(
             s.map(lambda t, at=at: t[at].clone()) if own.lanes == size else own  # type: ignore[misc]
-            for s, own in zip(found.states, job.start, strict=True)
+            for s, own in zip(whole_result.states, job.start, strict=True)
         )
-        out.append(Result(states, found.trace[: max(job.steps, default=0), at], found.finite[at]))
+        out.append(Result(states, whole_result.trace[: max(job.steps, default=0), at], whole_result.finite[at]))
         first += size
     return out
 

@@ -107,6 +107,8 @@ def on_cpu(state: State) -> State:
     """Returns a copy on the CPU, in two transfers instead of one per tensor."""
     if not state.lanes:
         return state
+    if len({t.dtype for t in state.tensors()}) > 1:  # one flat tensor would have one type
+        return state.map(lambda t: t.detach().cpu().clone())
     flat = flattened(state).flat
     assert flat is not None
     params, buffers = (t.cpu() for t in flat)

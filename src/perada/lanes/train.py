@@ -117,8 +117,9 @@ def _group(job: Job, numbers: Sequence[int]) -> Result:
     for step in range(longest):
         width = _width(int((counts > step).sum()), len(lanes), job.options.widths)
         one_step(job, run, job.batches(step, run.order[:width]), width)
-    done, here = zip(run.states, own, strict=True), back.to(job.model.device)
-    return Result(tuple(gather(s, back) if mine else s for s, mine in done), run.trace[:-1, here], run.finite[here])
+    states = tuple(gather(s, back) if mine else s for s, mine in zip(run.states, own, strict=True))
+    back = back.to(job.model.device)
+    return Result(states, run.trace[:-1, back], run.finite[back])
 
 
 @dataclass

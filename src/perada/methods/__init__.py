@@ -135,7 +135,7 @@ def make_method(name: str, settings: Mapping[str, Any]) -> Method:
         return made(**settings)  # type: ignore[no-any-return]
     settles = dataclasses.is_dataclass(made)  # its ValueError is about a setting, as ours is
     method = made(**settings) if settles else called("method", name, made, **settings)
-    if not isinstance(method, Method):
+    if isinstance(method, type) or not isinstance(method, Method):
         raise InputError(f"method {name!r} is a {type(method).__name__}, which lacks a part of perada.methods.Method")
     return method
 

@@ -98,6 +98,8 @@ def check_upload(method: Method, model: LaneModel, upload: State) -> State:
         for n, tensor in sent.items():
             if tensor.shape[1:] != known[n].shape[1:]:
                 raise ValueError(f"{name} uploads {n} as {list(tensor.shape[1:])}, declared {list(known[n].shape[1:])}")
+            if tensor.dtype != known[n].dtype:
+                raise ValueError(f"{name} uploads {n} as {tensor.dtype}, declared {known[n].dtype}")
     return upload
 
 

@@ -22,7 +22,7 @@ from .contract import Parts, not_negative
 @dataclass(frozen=True)
 class Ditto:
     lam: float = field(default=1.0, metadata={"grid": (0.1, 1.0)})  # λ
-    personal_epochs: int = 0  # 0: as train.epochs
+    personal_epochs: int = 0  # 0: as Train.epochs
     personal_lr: float = 0.0  # η_p; 0: as train.lr
 
     parts: ClassVar[Parts] = Parts(copies=2)

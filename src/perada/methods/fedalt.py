@@ -23,7 +23,7 @@ from .contract import Parts, not_negative
 
 @dataclass(frozen=True)
 class FedAlt:
-    personal_epochs: int = 0  # of the τ_v steps; 0: as train.epochs
+    personal_epochs: int = 0  # of the τ_v steps; 0: as Train.epochs
     personal_lr: float = 0.0  # γ_v; 0: as train.lr
     own: str | None = field(default="output", metadata={"fixed": True})  # the personal group: the registry's choice
 

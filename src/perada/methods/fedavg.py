@@ -4,7 +4,7 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 Algorithm 1:
 
     θ ← θ − η ∇L_m(θ)          at each sampled client, E epochs from w
-    w ← mean_m θ_m             at the server; the paper weighs clients by n_m: train.weighting="samples"
+    w ← mean_m θ_m             at the server; the paper weighs clients by n_m: Train.weighting="samples"
 """
 
 from __future__ import annotations

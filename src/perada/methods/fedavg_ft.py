@@ -19,7 +19,7 @@ from .contract import Parts, not_negative
 
 @dataclass(frozen=True)
 class FedAvgFT:
-    personal_epochs: int = 0  # of the fine-tuning; 0: as train.epochs
+    personal_epochs: int = 0  # of the fine-tuning; 0: as Train.epochs
     personal_lr: float = 0.0  # of the fine-tuning; 0: as train.lr
 
     parts: ClassVar[Parts] = Parts()

@@ -8,7 +8,7 @@ With φ the representation and h_m the head of client m:
     φ ← mean_m φ_m                   at the server
 
 The paper trains the head to near its optimum and the representation for little (its experiments: ten epochs,
-then one or five): so here train.epochs are the head's, and the representation gets one.
+then one or five): so here Train.epochs are the head's, and the representation gets one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .contract import Parts, not_negative
 
 @dataclass(frozen=True)
 class FedRep:
-    personal_epochs: int = 0  # of the head; 0: as train.epochs
+    personal_epochs: int = 0  # of the head; 0: as Train.epochs
     personal_lr: float = 0.0  # of the head; 0: as train.lr
     shared_epochs: int = 1  # of the representation
 

@@ -1,7 +1,7 @@
 """MTL: multi-task learning, every client's model pulled towards the mean of all models.
 
 Evgeniou & Pontil, "Regularized Multi-Task Learning", KDD 2004: equivalent to penalising Σ‖v_m‖² and
-Σ‖v_m − v̄‖² (Lemma 2.2), of which the second is kept here (train.weight_decay is the first). It is the
+Σ‖v_m − v̄‖² (Lemma 2.2), of which the second is kept here (Train.weight_decay is the first). It is the
 mean-regularised case of Smith et al., "Federated Multi-Task Learning", NeurIPS 2017, Eqs. (1)-(2):
 
     min_{v_1..v_M} Σ_m L_m(v_m) + λ/2 ‖v_m − v̄‖²

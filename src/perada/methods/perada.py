@@ -25,7 +25,7 @@ from .contract import Parts, not_negative
 @dataclass(frozen=True)
 class PerAda:
     lam: float = field(default=1.0, metadata={"grid": (0.1, 1.0)})  # λ
-    personal_epochs: int = 0  # epochs of the S personal steps; 0: as train.epochs
+    personal_epochs: int = 0  # epochs of the S personal steps; 0: as Train.epochs
     personal_lr: float = 0.0  # η_p; 0: as train.lr
     distils: bool = field(default=True, metadata={"fixed": True})  # the registry's choice, not a setting
 

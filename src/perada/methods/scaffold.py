@@ -8,7 +8,8 @@ option II. With c_m the control variate that client m keeps, c the server's, K s
     x ← x + η_g (mean_m y_m − x)                    at the server
     c ← c + S/M · mean_m (c_m⁺ − c_m)
 
-Clients of unlike size take unlike numbers of steps: K is each client's own.
+Clients of unlike size take unlike numbers of steps: K is each client's own. Sample weights apply to the mean of y_m
+only: c stays the plain mean of all c_m. The server can add up what a client uploads, so c_m is not hidden from it.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ class Scaffold:
             return State(new, moved.buffers), shift
 
         y, _ = trainer.loop((repeat(x, own.lanes), shift), step, key=("scaffold", rate))
-        steps = torch.tensor(trainer.steps, dtype=torch.float64)
-        dc = {n: scale(x.params[n] - p, (1 / (rate * steps)).to(p)) - c[n] for n, p in y.params.items()}
+        like = next(iter(y.params.values()))
+        each = (1 / (rate * torch.tensor(trainer.steps, dtype=torch.float64))).to(like)  # 1 / (K η_l)
+        dc = {n: scale(x.params[n] - p, each) - c[n] for n, p in y.params.items()}
         return merge(y, join(dc=State(dc))), State({n: p + dc[n] for n, p in own.params.items()})
 
     def server_update(self, server: Server, state: State, uploads: State) -> tuple[State, State]:

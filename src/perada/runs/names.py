@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..config import Config, resolve
+from ..config.settings import MACHINE, anywhere, given
 from ..errors import InputError, Interrupted, RunError
 from .folder import RunFolder, locked
 
@@ -97,32 +98,26 @@ class NewFolder:
 
 def made_from(source: str, config: Config) -> dict[str, Any]:
     """What data.json says about the preset or file that a run is made from."""
-    found = resolve(source, {"method.name": config.method_name}).flat()
+    found = resolve(source, given(method=config.method_name)).flat()
     return {"name": whole_name(source), "settings": json.loads(json.dumps(found))}
 
 
-def refuse_other(folder: RunFolder, source: str, config: Config, given: Collection[str]) -> None:
-    """Refuse a preset or file that is not what the run was made from; settings that are `given` beside it are looked at
-    elsewhere."""
+def refuse_other(folder: RunFolder, source: str, config: Config, checked: Collection[str]) -> None:
+    """Refuses a preset or file that is not what the run was made from, `checked` settings left out."""
     made, now = folder.about().get("source"), made_from(source, config)
     if made is None or (made["name"] == source and not source.endswith(".toml")):
         return  # by an older version; or the same preset, whatever it says today
-    settings = {k: _anywhere(k, v) for k, v in now["settings"].items() if k not in (*given, "run.device", "run.lanes")}
+    settings = {k: anywhere(k, v) for k, v in now["settings"].items() if k not in (*checked, *MACHINE)}
     stored = json.loads(json.dumps(config.flat()))
     for known in (stored, made["settings"]):
         known = {**stored, **known}  # of a key that is newer than the run, today's default
-        other = [k for k, v in settings.items() if _anywhere(k, known.get(k)) != v]
+        other = [k for k, v in settings.items() if anywhere(k, known.get(k)) != v]
         if not other:
             return
     raise InputError(
         f"{folder.path} was made from {made['name']} with another {other[0]}: resume it without {source}, "
         "or choose another --out"
     )
-
-
-def _anywhere(key: str, value: Any) -> Any:
-    """A setting's value; of a path, its last part: the file may have moved."""
-    return Path(str(value)).name if key in ("data.root", "model.weights", "distill.data") else value
 
 
 @contextmanager

@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..client.scores import Scores, personal_scores, scores_on
-from ..config import Config, build, resolve
-from ..data import GIVEN, SEVERITIES, Federation, blank, build_federation, data_home, named_sets, place_of
+from ..config import Config, build, federation_of, resolve
+from ..config.settings import given
+from ..data import GIVEN, SEVERITIES, Federation, blank, data_home, named_sets, place_of
 from ..errors import InputError, unknown
 from ..experiment import DTYPES, Experiment, Say
 from ..lanes import State
@@ -94,7 +95,7 @@ class Run:
             raise InputError(
                 f"{self.path} was made with data from Python: perada.load({str(self.path)!r}, federation=...)"
             )
-        found = build_federation(self.config.data, device_of(self.config.run.device))
+        found = federation_of(self.config)
         self.folder.check_data(found.facts())
         return found
 
@@ -205,5 +206,5 @@ def load(
     """
     not_empty("--data", data)
     folder = RunFolder.open(Path(path))
-    moved = {"run.device": device} | ({"data.root": str(data)} if data is not None else {})
-    return Run(folder, resolve(str(folder.path / "config.toml"), moved), say, data is not None, model, federation)
+    config = resolve(str(folder.path / "config.toml"), given(data=data, device=device))
+    return Run(folder, config, say, data is not None, model, federation)

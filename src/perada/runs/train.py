@@ -15,15 +15,17 @@ import torch
 from .. import __version__
 from ..callbacks import Callback, OnRound
 from ..client.scores import all_scores_on
-from ..config import Config, build, describe, resolve
-from ..data import Federation, build_federation, named_sets
+from ..config import Config, build, describe, federation_of, resolve
+from ..config.settings import RESUMED, changeable, given
+from ..data import Federation, named_sets
 from ..errors import InputError
-from ..experiment import Experiment, Progress, Say
+from ..experiment import Experiment, Say
 from ..lanes import Pool
-from ..machine import device_of, precision_of
+from ..machine import precision_of
 from ..methods import sizes_of
 from ..models import same_weights
 from ..report import write_report
+from ..runs.moment import Progress
 from .folder import Checkpoint, RunFolder, locked, write_atomic
 from .loop import train_in
 from .names import (
@@ -39,7 +41,6 @@ from .rows import Evaluation
 from .run import Run
 
 OnProgress = Callable[[Progress], None]
-FREE = ("run.device", "run.lanes", "train.rounds", "data.root")  # what a resumed run may change
 
 
 def train(
@@ -66,15 +67,12 @@ def train(
     gave an earlier run. pool: trains this run's lanes together with other runs'.
     """
     data = None if data is None else str(data)
-    given, source = source, chosen_source(source, data)
-    overrides = dict(set or {})
-    for key, value in (("method.name", method), ("data.root", data), ("run.seed", seed), ("run.device", device)):
-        if value is not None:
-            overrides[key] = value
+    named, source = source, chosen_source(source, data)
+    overrides = given(set, method=method, data=data, seed=seed, device=device)
     with ExitStack() as stack:  # holds the folder's lock, taken before anything in it is changed
         if resume:
             path = Path(out) if out is not None else newest_path(default_out(source, resolve(source, overrides)))
-            run, experiment = _resume(path, given, overrides, federation, say, on_round, stack)
+            run, experiment = _resume(path, named, overrides, federation, say, on_round, stack)
         else:
             config = resolve(source, overrides)
             path = Path(out) if out is not None else default_out(source, config)
@@ -159,11 +157,8 @@ def _resume(
     the public images are may be given anew."""
     folder = RunFolder.open(path)
     stack.enter_context(locked(path))
-    stored, free = str(path / "config.toml"), list(FREE)
-    there, here = (Path(str(p)) for p in (resolve(stored).distill.data, overrides.get("distill.data", "")))
-    if there.name == here.name and there.is_absolute() and here.is_absolute():
-        free.append("distill.data")  # the same file, elsewhere
-    may = {k: v for k, v in overrides.items() if k in free}
+    stored = str(path / "config.toml")
+    may = changeable(resolve(stored), overrides)
     if resolve(stored, overrides) != (config := resolve(stored, may)):
         key = next(k for k in overrides if resolve(stored, {**may, k: overrides[k]}) != config)
         raise InputError(f"{path} was made with another {key}: resume it without that setting, or choose another --out")
@@ -173,7 +168,7 @@ def _resume(
     for line in skipped:
         say(line)
     _not_fewer(path, saved, config)
-    federation = federation or build_federation(config.data, device_of(config.run.device))
+    federation = federation or federation_of(config)
     folder.check_data(federation.facts())
     experiment = build(
         config, folder.backbone, say, federation, pretrain=lambda inner: _pretrain(inner, folder, on_round)
@@ -181,7 +176,7 @@ def _resume(
     more = _continue(experiment, folder, saved)
     write_atomic(path / "config.toml", config.toml().encode())
     if not more and (path / "summary.json").is_file():
-        say(f"{path} was finished already: nothing is left to train; --set train.rounds=N adds rounds")
+        say(f"{path} was finished already: nothing is left to train; a larger Train.rounds adds rounds")
     return Run(folder, config), experiment
 
 
@@ -208,7 +203,7 @@ def _same(path: Path, stored: Config, config: Config) -> None:
     """Refuses to resume a run with other settings than it was made with."""
     old, new = stored.flat(), config.flat()
     for key in (*new, *(old.keys() - new.keys())):
-        if key not in FREE and old.get(key) != new.get(key):
+        if key not in RESUMED and old.get(key) != new.get(key):
             raise InputError(f"{path} was made with another {key}: give the old one, or choose another folder")
 
 

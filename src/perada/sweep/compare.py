@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..config import Config, resolve
+from ..config import Config, federation_of, resolve
 from ..config.settings import Settings, absolute, for_method, given, moved
-from ..data import Federation, build_federation
+from ..data import Federation
 from ..errors import InputError
 from ..experiment import Say
 from ..lanes import Pool
-from ..machine import device_of
 from ..report import standings, write_report
 from ..runs.folder import write_atomic
 from ..runs.names import resumable, whole_name
@@ -154,7 +153,7 @@ def _worker(path: Path, here: Settings) -> Train:
     """Returns what a process of its own does with the name of a run."""
     found = Comparison(path)
     first = found.config(found.names[0], here)
-    return _trainer(found, here, build_federation(first.data, device_of(first.run.device)))
+    return _trainer(found, here, federation_of(first))
 
 
 def _trainer(found: Comparison, here: Settings, federation: Federation) -> Train:

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from ..callbacks import OnRound
-from ..config import Config, resolve
+from ..config import Config, federation_of, resolve
 from ..config.build import build, pretraining
 from ..config.settings import MOVED, Settings
-from ..data import Federation, build_federation
+from ..data import Federation
 from ..errors import InputError, Interrupted, RunError
 from ..experiment import Experiment, Say
 from ..lanes import Pool
-from ..machine import device_of
 from ..methods import REGISTRY, check_name
 from ..runs.folder import RunFolder, locked, write_atomic
 from ..runs.loop import train_in
@@ -164,7 +163,7 @@ class Plan:
 def check_all(configs: Iterable[Config]) -> Federation:
     """Returns the one federation of them all; refuses before the first training whatever can be refused."""
     first, *others = configs
-    federation = build_federation(first.data, device_of(first.run.device))
+    federation = federation_of(first)
     for config in (first, *others):
         for name, value in vars(first.data).items():
             if getattr(config.data, name) != value:

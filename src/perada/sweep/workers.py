@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from ..errors import Interrupted, RunError
-from ..experiment import Progress, Say
+from ..experiment import Say
 from ..lanes import Pool
 from ..machine import cores, keep_memory
+from ..runs.moment import Progress
 from ..runs.train import OnProgress
 
 OnRun = Callable[[int, int, str], None]  # finished runs, all runs, the name of the one that begins

@@ -140,13 +140,7 @@ class Ops:
     # Batches.
 
     def views(
-        self,
-        pool: Tensor,
-        samples: Tensor,
-        keys: Tensor,
-        augment: Augment,
-        draws: Draws,
-        colours: Colours,
+        self, pool: Tensor, samples: Tensor, keys: Tensor, augment: Augment, draws: Draws, colours: Colours
     ) -> Tensor:
         """Returns images of the pool by number, `[k, B]`, augmented with the lanes' keys and normalised by mean and
         standard deviation: `[k·B, 3, H, W]`."""

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ..plain import Ops
 from .launch import launch
-from .norm import Drop, Settings, dropout, fits, gradients, normed, stride_of, unslotted
+from .norm import Drop, Saved, Settings, dropout, fits, gradients, normed, stride_of, unslotted
 from .side_stream import on_side_stream
 from .tiles import WHOLE, kept, lane_values, mixed, take_statistics, tiles, wide
 
@@ -111,7 +111,7 @@ class _Adapter(torch.autograd.Function):
             with on_side_stream(g, z):
                 torch.bmm(rows.transpose(1, 2), _rows(z, matrix), out=slot)
         dz = _image(torch.bmm(rows, matrix), x)
-        dx, _, affine = gradients(dz, x, x, (weight, bias), (mean, rstd), ctx.settings, extra=g)
+        dx, _, affine = gradients(dz, Saved(x, x, weight, bias, mean, rstd), ctx.settings, extra=g)
         return dx, *unslotted((*affine, dmatrix), ctx.settings.slots, ctx.needs_input_grad[1:4]), None
 
 

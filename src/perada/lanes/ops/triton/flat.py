@@ -50,13 +50,7 @@ def _sgd(
 
 
 def sgd(
-    ops: Ops,
-    params: Tensors,
-    grads: Tensors,
-    rates: Tensor,
-    pull: Pulled | None,
-    momentum: float,
-    velocities: Tensors,
+    ops: Ops, params: Tensors, grads: Tensors, rates: Tensor, pull: Pulled | None, momentum: float, velocities: Tensors
 ) -> list[Change]:
     """`Ops.sgd` on flat parameters, in place; without momentum.
 

@@ -48,13 +48,7 @@ def _views(
 
 
 def views(
-    ops: Ops,
-    pool: Tensor,
-    samples: Tensor,
-    keys: Tensor,
-    augment: Augment,
-    draws: Draws,
-    colours: Colours,
+    ops: Ops, pool: Tensor, samples: Tensor, keys: Tensor, augment: Augment, draws: Draws, colours: Colours
 ) -> Tensor:
     """`Ops.views` in one kernel, for augmentations that it knows."""
     if draws is None:
@@ -120,13 +114,13 @@ def client_batch(
         return Ops.client_batch(ops, index, row, keys, targets, lanes, step)
     (_, capacity, batch), number = index.shape, len(lanes)
     make = torch.zeros if only_compiling() else torch.empty  # indices must be valid even if no kernel runs
-    samples, found = (make(number, batch, dtype=torch.int64, device=index.device) for _ in range(2))
+    samples, labels = (make(number, batch, dtype=torch.int64, device=index.device) for _ in range(2))
     folded = torch.empty(number, dtype=torch.int64, device=index.device)
     launch(
-        _picked, (number,), index, row, keys, lanes, step, targets, samples, found, folded, capacity, batch,
+        _picked, (number,), index, row, keys, lanes, step, targets, samples, labels, folded, capacity, batch,
         BLOCK=triton.next_power_of_2(batch),
     )  # fmt: skip
-    return samples, found, folded
+    return samples, labels, folded
 
 
 @triton.jit
@@ -147,9 +141,9 @@ def chunk(ops: Ops, step: int | Tensor, first: Tensor, key: Tensor, targets: Ten
     if not isinstance(step, Tensor):
         return Ops.chunk(ops, step, first, key, targets)
     make = torch.zeros_like if only_compiling() else torch.empty_like
-    found, number, folded = torch.empty_like(targets[:1]), make(step), torch.empty_like(key)
+    own, number, folded = torch.empty_like(targets[:1]), make(step), torch.empty_like(key)
     launch(
-        _chunk, (triton.cdiv(found.numel(), 1024),), step, first, key, targets, number, folded, found,
-        len(targets), found.numel(), BLOCK=1024,
+        _chunk, (triton.cdiv(own.numel(), 1024),), step, first, key, targets, number, folded, own,
+        len(targets), own.numel(), BLOCK=1024,
     )  # fmt: skip
-    return number, found, folded
+    return number, own, folded

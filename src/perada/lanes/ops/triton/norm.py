@@ -197,6 +197,17 @@ class Settings(NamedTuple):
     slots: tuple[Tensor | None, ...] = (None, None, None)  # for the gradients of weight, bias and matrix
 
 
+class Saved(NamedTuple):
+    """What the backward pass of a norm needs. y is the output where ReLU follows a sum, else x."""
+
+    x: Tensor
+    y: Tensor
+    weight: Tensor
+    bias: Tensor
+    mean: Tensor
+    rstd: Tensor
+
+
 def dropout(drop: Drop | None, other: Tensor) -> tuple[Tensor, int, int, float]:
     """Returns keys, salt, threshold and scale for a kernel; without dropout any tensor serves as keys."""
     if drop is None:
@@ -241,25 +252,18 @@ def normed(
 
 
 def affine_sums(
-    g: Tensor,
-    x: Tensor,
-    y: Tensor,
-    affine: tuple[Tensor, Tensor],
-    moments: tuple[Tensor, Tensor],
-    settings: Settings,
-    grads: tuple[Tensor, ...],
-    cut: Tiles,
-    add: bool = False,
+    g: Tensor, saved: Saved, settings: Settings, grads: tuple[Tensor, ...], cut: Tiles, add: bool = False
 ) -> Tensor:
     """Writes the gradients of weight and bias. Returns Σg and Σ g·x̂, the same before rounding, `[K, 2, C]`."""
+    x, weight = saved.x, saved.weight
     acc, dtype = wide(x)
     part = torch.empty(cut.lanes, cut.parts, 2, cut.channels, dtype=dtype, device=x.device)
     sums = torch.empty(cut.lanes, 2, cut.channels, dtype=dtype, device=x.device)
     keys, salt, threshold, scale = dropout(settings.drop, x)
     launch(
         _backward_sums, (cut.lanes, cut.columns, cut.parts),
-        x, g, y, *affine, *moments, keys, part, sums, *grads, tickets(x.device),
-        cut.rows, cut.channels, cut.pixels, stride_of(affine[0]), grads[0].stride(0), grads[1].stride(0), cut.parts,
+        x, g, saved.y, *saved[2:], keys, part, sums, *grads, tickets(x.device),
+        cut.rows, cut.channels, cut.pixels, stride_of(weight), grads[0].stride(0), grads[1].stride(0), cut.parts,
         cut.chunk, cut.loops, salt, threshold, SCALE=scale, RELU=settings.relu, ADD=add, DROP=settings.drop is not None,
         POWER=cut.power, ACC=acc, EVEN=cut.even, UNROLL=UNROLL, MOST=MOST, BR=cut.block[0], BC=cut.block[1],
         num_warps=cut.warps,
@@ -268,20 +272,13 @@ def affine_sums(
 
 
 def gradients(
-    g: Tensor,
-    x: Tensor,
-    y: Tensor,
-    affine: tuple[Tensor, Tensor],
-    moments: tuple[Tensor, Tensor],
-    settings: Settings,
-    add: bool = False,
-    extra: Tensor | None = None,
+    g: Tensor, saved: Saved, settings: Settings, add: bool = False, extra: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """Returns dx, the residual's gradient, and the gradients of weight and bias, `[K, C]` each."""
-    (mean, rstd), (weight, bias) = moments, affine
+    x, y, weight, bias, mean, rstd = saved
     cut = tiles(x, mean.shape[0])
     into = grads_of(mean, weight.dtype, settings.slots[:2])
-    sums = mean if cut.parts == 1 else affine_sums(g, x, y, affine, moments, settings, into, cut, add)
+    sums = mean if cut.parts == 1 else affine_sums(g, saved, settings, into, cut, add)
     dx, residual = torch.empty_like(x), torch.empty_like(x) if add else None
     keys, salt, threshold, scale = dropout(settings.drop, x)
     cut = cut.spread(32)
@@ -317,9 +314,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, y, weight, bias, mean, rstd = ctx.saved_tensors
         g = g.contiguous(memory_format=torch.channels_last)
-        dx, residual, affine = gradients(g, x, y, (weight, bias), (mean, rstd), ctx.settings, ctx.add)
+        dx, residual, affine = gradients(g, Saved(*ctx.saved_tensors), ctx.settings, ctx.add)
         return dx, *unslotted(affine, ctx.settings.slots[:2], ctx.needs_input_grad[1:3]), residual, None
 
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from ...stem import Stem
 from ..plain import Ops, Statistics
 from .launch import launch
-from .norm import Settings, affine_sums, fits, grads_of, stride_of, unslotted
+from .norm import Saved, Settings, affine_sums, fits, grads_of, stride_of, unslotted
 from .tiles import lane_values, take_statistics, tiles, wide
 
 if TYPE_CHECKING:
@@ -97,9 +97,9 @@ def _affine_gradients(ctx: Any, g: Tensor, wanted: tuple[bool, ...]) -> list[Any
     """Returns the gradients of weight and bias; the context has the values that passed the pooling."""
     x, weight, bias, mean, rstd = ctx.saved_tensors
     g = g.contiguous(memory_format=torch.channels_last)
-    found, cut = grads_of(mean, weight.dtype, ctx.slots), tiles(x, mean.shape[0], sums=False)
-    affine_sums(g, x, x, (weight, bias), (mean, rstd), Settings(ctx.running, relu=True), found, cut)
-    return unslotted(found, ctx.slots, wanted)
+    into, cut = grads_of(mean, weight.dtype, ctx.slots), tiles(x, mean.shape[0], sums=False)
+    affine_sums(g, Saved(x, x, weight, bias, mean, rstd), Settings(ctx.running, relu=True), into, cut)
+    return unslotted(into, ctx.slots, wanted)
 
 
 def norm_and_pool(ops: Ops, x: Tensor, layer: LaneBatchNorm, pool: nn.Module) -> Tensor:

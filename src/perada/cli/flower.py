@@ -11,18 +11,19 @@ from typing import Annotated, Any
 
 import typer
 
-from ..cli import tables
-from ..cli.console import SAID, AsJson, out, print_json, say, tell
 from ..config import parse_setting
+from ..config.settings import given
 from ..errors import InputError
+from ..flower import certs, collect
+from ..flower.address import PORT, Address
+from ..flower.control import Control
+from ..flower.launch import join, known_site, plan_site, serve
+from ..flower.processes import Stop, stoppable
+from ..flower.project import Project, init
+from ..flower.settings import checked_name
 from ..runs.run import load
-from . import certs, collect
-from .address import PORT, Address
-from .control import Control
-from .launch import join, known_site, plan_site, serve
-from .processes import Stop, stoppable
-from .project import Project, init
-from .settings import checked_name
+from . import tables
+from .console import SAID, AsJson, out, print_json, say, tell
 
 app = typer.Typer(no_args_is_help=True, help="Real federations: the same methods over Flower (docs/deploy.md).")
 
@@ -66,7 +67,7 @@ def init_command(
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="section.key=value")] = None,
 ) -> None:
     """Write a project folder: the app, server.toml, site.toml, a script for certificates."""
-    settings = dict(parse_setting(s) for s in sets or []) | ({"method.name": method} if method else {})
+    settings = given(dict(parse_setting(s) for s in sets or []), method=method or None)
     address = Address.parse(server)
     for path in init(folder, name, _split(sites), address, preset, _split(classes), settings):
         tell(str(path))
@@ -224,7 +225,7 @@ def predict_command(
     as_json: AsJson = False,
 ) -> None:
     """At a site: predict with its own model. Needs no server and no data."""
-    from .export import predict
+    from ..flower.export import predict
 
     predictions = predict(known_site(folder, site), images, run)
     if as_json:
@@ -242,7 +243,7 @@ def export_command(
     merged: Annotated[bool, typer.Option("--merged", help="the whole network instead of the personal part")] = False,
 ) -> None:
     """At a site: write its own model to one file. Needs no server and no data."""
-    from .export import export
+    from ..flower.export import export
 
     export(known_site(folder, site), out_file, merged, run)
     tell(f"wrote {out_file}")

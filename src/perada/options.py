@@ -1,0 +1,81 @@
+"""How a run is carried out, and whether its parts fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .client.trainer import Train
+from .data import Federation
+from .errors import InputError, check_choices, unknown
+from .methods import Method
+from .server.distill import Distill
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is carried out: the `[run]` section."""
+
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"  # auto: bf16 on a GPU, else fp32
+    eval_every: int = 1
+    checkpoint_every: int = 1
+    lanes: int = 0  # most lanes trained at once; 0 is all of a cohort's, or as many as there is memory for
+    shifts: bool = False  # at the end, test on corrupted copies of the test images too
+    severities: tuple[int, ...] = (1, 2, 3, 4, 5)  # of those
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if not self.severities or not set(self.severities) <= {1, 2, 3, 4, 5}:
+            raise ValueError(f"severities must be numbers from 1 to 5, not {list(self.severities)}")
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2^63, not {self.seed}")
+        for name, least in (("seed", 0), ("eval_every", 1), ("checkpoint_every", 1), ("lanes", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+
+
+def run_options(values: Mapping[str, Any]) -> RunOptions:
+    """Returns the options of a run; refuses an unknown one."""
+    for name in values:
+        if name not in RunOptions.__dataclass_fields__:
+            raise unknown("option", name, RunOptions.__dataclass_fields__)
+    return RunOptions(**values)
+
+
+def check_kinds(federation: Federation, method: Method, train: Train, distill: Distill) -> None:
+    """Refuses arguments of the wrong type."""
+    for name, value, kind in (
+        ("federation", federation, Federation),
+        ("train", train, Train),
+        ("distill", distill, Distill),
+    ):
+        if not isinstance(value, kind):
+            raise InputError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
+    if isinstance(method, type) or not isinstance(method, Method):
+        given = f"the class {method.__name__}" if isinstance(method, type) else type(method).__name__
+        raise InputError(f"method must be an object, such as methods.PerAda(), not {given}")
+
+
+def check_fit(federation: Federation, method: Method, train: Train, distill: Distill, local: bool = True) -> None:
+    """Refuses settings that do not fit the data or the method. local: whether the clients are on this machine."""
+    parts, clients = method.parts, len(federation.clients)
+    if parts.own_step and train.momentum:
+        name = type(method).__name__
+        raise InputError(f"{name} has its own step, without momentum: set Train.momentum to 0")
+    if not local:
+        return
+    if train.cohort > clients:
+        raise InputError(f"Train.cohort={train.cohort} but there are {clients} clients: lower it")
+    if not parts.distils or not distill.steps:
+        return
+    if distill.guard == "clients" and not any(len(c.val) for c in federation.clients):
+        raise InputError(
+            "Distill.guard=clients needs validation data at a client: raise DataOptions.val, or use guard=none"
+        )
+    if distill.guard == "server" and not len(federation.server_val):
+        raise InputError(
+            "Distill.guard=server needs labelled data at the server: set DataOptions.server_val, such as 0.05"
+        )
