@@ -208,3 +208,12 @@ def test_a_layer_that_is_used_twice_trains_and_is_given_back() -> None:
     assert all(torch.equal(values[f"{layer}.weight"], own) for layer in "abc")
     images = torch.rand(2, 3, 8, 8)
     torch.testing.assert_close(exp.model.on_all(exp.now.broadcast, images)[0], trained(images))
+
+
+@pytest.mark.parametrize("adapter", [None, Residual(where="^0$"), Residual()], ids=repr)
+def test_the_summary_counts_the_adapters_there_are(adapter: Any, tmp_path: Path) -> None:
+    deep = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3), *list(net())[2:4], nn.Linear(5, 3))
+    exp = Experiment(deep, federation(), PerAda(distils=False), adapter=adapter, train=replace(TRAIN, rounds=1))
+    summary = exp.run(tmp_path / "run").summary
+    sizes = summary["parameters"]
+    assert summary["bytes_up"] == 4 * 2 * (sizes["communicated"] + sizes["communicated_buffers"])

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from ..adapters import adapt
 from ..errors import InputError, unknown
+from ..lanes import LaneModel
 from ..models import GroupSizes, network_of
 from ..plugins import PATH, called, check, find
 from .apfl import APFL
@@ -158,10 +157,9 @@ def name_of(method: Method) -> dict[str, Any]:
     return {"name": name, **settings}
 
 
-def sizes_of(method: Method, net: nn.Module, head: str | None = None) -> dict[str, int]:
+def sizes_of(method: Method, lanes: LaneModel) -> dict[str, int]:
     """Returns the parameters that a client trains and sends each round, from the declarations that training uses."""
     parts = method.parts
-    lanes = adapt(net, adapter="residual" if parts.adapters else None, trained=parts.trains, head=head)
     sizes, upload = GroupSizes.of(lanes.module, lanes.groups), declared_upload(method, lanes)
     return {
         "trained": parts.copies * sizes.parameters(sizes.groups[parts.trains]),
@@ -173,6 +171,7 @@ def sizes_of(method: Method, net: nn.Module, head: str | None = None) -> dict[st
 
 def method_sizes(name: str, backbone: str = "resnet18", classes: int = 10) -> dict[str, int]:
     """Returns `sizes_of` a method with its defaults, less the size of the full model."""
-    made = network_of(backbone, classes)
-    found = sizes_of(find("method", GROUP, name, REGISTRY)(), made.net, made.head)
+    made, method = network_of(backbone, classes), find("method", GROUP, name, REGISTRY)()
+    adapter = "residual" if method.parts.adapters else None
+    found = sizes_of(method, adapt(made.net, adapter=adapter, trained=method.parts.trains, head=made.head))
     return {k: v for k, v in found.items() if k != "full"}

@@ -236,7 +236,7 @@ def summary_of(run: Run, experiment: Experiment, row: Evaluation) -> dict[str, A
         **row.as_dict(),
         "cohort": experiment.train.cohort or len(experiment.clients),
         "guarded": experiment.distill.guard != "none",
-        "parameters": sizes_of(experiment.method, experiment.net, experiment.head),
+        "parameters": sizes_of(experiment.method, experiment.model),
         "versions": {"perada": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": str(experiment.device),
         "precision": precision_of(experiment.options.precision, experiment.device),
