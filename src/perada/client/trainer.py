@@ -25,7 +25,7 @@ class Train:
     """The `[train]` section: what every method's client training shares."""
 
     rounds: int = 200
-    cohort: int = 8  # clients sampled each round; 0 is everybody
+    cohort: int = 0  # clients sampled each round; 0 is all of them
     epochs: int = 10
     batch: int = 64
     lr: float = 0.01
