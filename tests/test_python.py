@@ -404,7 +404,8 @@ def test_mistakes_are_one_clear_line(fed: perada.Federation) -> None:
     with pytest.raises(InputError, match="no layer 'fc' that could be its head"):
         perada.Experiment(Net(), fed, FedAvg(), head="fc", train=perada.Train(cohort=2), device="cpu")
     with pytest.raises(InputError, match=r"Train\.cohort=8 but there are 2 clients"):
-        perada.Experiment(Net(), fed, FedAvg(), head="classify", device="cpu")
+        perada.Experiment(Net(), fed, FedAvg(), head="classify", train=perada.Train(cohort=8), device="cpu")
+    perada.Experiment(Net(), fed, FedAvg(), head="classify", device="cpu")  # by default all of them
     with pytest.raises(InputError, match="distillation needs public images"):
         perada.Experiment(Net(), fed, PerAda(), head="classify", train=perada.Train(cohort=2), device="cpu")
     four = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 7))
