@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from perada.config import Config, resolve
-from perada.config.build import check
+from perada.config.objects import check
 from perada.data import VALIDATION, Federation
 from perada.errors import InputError, Interrupted, RunError, unknown
 from perada.experiment import Say

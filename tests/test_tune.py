@@ -130,7 +130,7 @@ def test_poisoned_test_labels_change_nothing_and_poisoned_validation_labels_do(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for part in ("test", "val"):
-        monkeypatch.setattr("perada.config.build.build_federation", changed(part))
+        monkeypatch.setattr("perada.config.objects.build_federation", changed(part))
         assert cli.main(words(tmp_path / part)) == 0
     assert tree(tmp_path / "test") == tree(whole)
     pairs = zip(results(tmp_path / "val"), results(whole), strict=True)
@@ -164,7 +164,7 @@ def test_test_data_are_never_touched(tmp_path: Path, monkeypatch: pytest.MonkeyP
         found = build_federation(*args)
         return replace(found, clients=tuple(replace(c, test=Untouchable()) for c in found.clients))
 
-    monkeypatch.setattr("perada.config.build.build_federation", build)
+    monkeypatch.setattr("perada.config.objects.build_federation", build)
     given = {**TINY, **LAM, "train.rounds": 2, "run.shifts": True, "run.eval_every": 1}
     grid = {"train.lr": [0.05], "distill.lr": [1e-3], "method.alpha": [0.5]}
     found = tune("digits", methods="perada,apfl", set=given, grid=grid, out=tmp_path / "out")

@@ -172,5 +172,5 @@ def test_a_run_of_own_objects_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", [Ditto, "ditto"])
 def test_a_method_is_an_object(method: Any) -> None:
-    with pytest.raises(InputError, match=r"a method must be an object, such as perada\.methods\.Ditto\(\), not "):
+    with pytest.raises(InputError, match=r"method must be an object, such as methods\.PerAda\(\), not "):
         Experiment(network("no norm"), given(), method)

@@ -110,7 +110,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_poisoned_test_labels_change_no_choice(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole study, to the run that is tested: the same numbers to choose by, the same choice, the same settings;
     and that run's test score shows that the poison was poison."""
-    monkeypatch.setattr("perada.config.build.build_federation", changed("test"))
+    monkeypatch.setattr("perada.config.objects.build_federation", changed("test"))
     assert run_experiment(staged(), place(tmp_path)).left == []
     assert numbers(tmp_path) == numbers(whole)
     clean, poisoned = (results.read(home / "results", "digits")["end"] for home in (whole, tmp_path))
@@ -123,7 +123,7 @@ def test_poisoned_validation_labels_are_seen(
     part: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without this the test above could not fail."""
-    monkeypatch.setattr("perada.config.build.build_federation", changed(part))
+    monkeypatch.setattr("perada.config.objects.build_federation", changed(part))
     first = replace(staged(), trials=staged().trials[:3])
     run_experiment(first, place(tmp_path))
     for name, (seen, _) in numbers(tmp_path).items():
@@ -162,7 +162,7 @@ def test_what_stands_for_election_touches_no_test_data(tmp_path: Path, monkeypat
         found = build_federation(*args)
         return replace(found, clients=tuple(replace(c, test=Untouchable()) for c in found.clients))
 
-    monkeypatch.setattr("perada.config.build.build_federation", build)
+    monkeypatch.setattr("perada.config.objects.build_federation", build)
     study = replace(staged(), trials=staged().trials[:-1])
     assert run_experiment(study, place(tmp_path)).left == []
     with pytest.raises(AssertionError, match="touched"):  # the run that is tested does touch them
@@ -234,7 +234,7 @@ def test_poisoned_test_labels_change_nothing_of_the_rule_settle(
     assert clean["won"] is not None
     assert clean["noise"] == Scores(0.0, 0.0), "on a CPU equal runs are equal"
     for part in ("test", "server"):
-        monkeypatch.setattr("perada.config.build.build_federation", changed(part))
+        monkeypatch.setattr("perada.config.objects.build_federation", changed(part))
         assert run_experiment(settling(), place(tmp_path / part)).left == []
     assert scores(tmp_path / "test") == clean
     assert scores(tmp_path / "server") != clean, "poisoned validation labels are seen"

@@ -15,7 +15,7 @@ import typer.core
 
 from .. import __version__
 from ..config import in_keys, parse_grid, parse_setting, presets, resolve
-from ..config.build import about_data
+from ..config.objects import about_data
 from ..config.settings import given
 from ..errors import InputError, RunError
 from ..machine import device_of, keep_memory

@@ -1,6 +1,5 @@
 """Configuration: TOML files and `section.key` settings, and the objects that they describe."""
 
-from .build import build, describe, federation_of
 from .keys import (
     SECTIONS,
     Config,
@@ -15,6 +14,7 @@ from .keys import (
     toml_value,
     tune_grid,
 )
+from .objects import build, describe, federation_of
 
 __all__ = [
     "SECTIONS",

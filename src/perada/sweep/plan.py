@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 from ..callbacks import OnRound
 from ..config import Config, federation_of, resolve
-from ..config.build import build, pretraining
+from ..config.objects import build, pretraining
 from ..config.settings import MOVED, Settings
 from ..data import Federation
 from ..errors import InputError, Interrupted, RunError

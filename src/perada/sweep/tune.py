@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..config import Config, resolve, toml_value, tune_grid
-from ..config.build import check
+from ..config.objects import check
 from ..config.settings import Settings, absolute, check_grid, for_method, given, grid_of, moved, of_method
 from ..data import Federation
 from ..errors import InputError
