@@ -37,7 +37,7 @@ def test_real_processes_equal_the_simulator(net: Net, method: str) -> None:
     path = net.finished(f"parity-{method}")
     assert_same(net.world, path, sim)
     last = list(rows(path))[-1]
-    assert last["local_test"]["per_client"] == pytest.approx(sim.evaluate(("local",))["local_test"]["per_client"])
+    assert last["local_test"]["per_client"] == pytest.approx(sim.evaluate(("local",)).scores["local_test"].per_client)
     if method == "perada":  # with distillation and the clients' guard
         assert last["distill"]["guard_chose"] is not None
         assert last["distilled"] == 2
