@@ -83,7 +83,7 @@ def test_a_checkpoint_that_is_described_otherwise_is_passed_over(
     for words in (["evaluate", str(run), "--json"], ["train", "--out", str(run), "--resume", "--json"]):
         assert cli.main(words) == 0
         found = capsys.readouterr()
-        assert "round-0002 is damaged and passed over" in found.err
+        assert "round-0002 is damaged and skipped" in found.err
         strict(found.out)
 
 

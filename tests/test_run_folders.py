@@ -186,7 +186,7 @@ def test_a_folder_that_is_no_run_is_refused_as_such(
     assert train(tmp_path, *word.split()) == 2
     assert (
         capsys.readouterr().err
-        == f"error: {tmp_path} exists and is no run, so it is not overwritten: choose another --out\n"
+        == f"error: {tmp_path} exists and is not a run folder, so it is not overwritten: choose another --out\n"
     )
 
 

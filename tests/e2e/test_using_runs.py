@@ -193,13 +193,13 @@ def test_every_use_of_a_damaged_checkpoint_says_so(
     ):
         assert cli.main(words) == 0
         found = capsys.readouterr()
-        assert "round-0002 is damaged and passed over" in found.err
+        assert "round-0002 is damaged and skipped" in found.err
         if "--json" in words:
             strict(found.out)
 
 
 def test_a_damaged_checkpoint_is_a_warning_in_python(damaged: Path) -> None:
-    with pytest.warns(UserWarning, match="round-0002 is damaged and passed over"):
+    with pytest.warns(UserWarning, match="round-0002 is damaged and skipped"):
         perada.load(damaged).model("client-00")
 
 

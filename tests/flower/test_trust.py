@@ -56,11 +56,11 @@ OUTSIDE = [
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        *(({"run": name}, "run is no run's id") for name in OUTSIDE),
-        *(({"start": name}, "start is no run's id") for name in OUTSIDE[1:]),
+        *(({"run": name}, "run is not the id of a run") for name in OUTSIDE),
+        *(({"start": name}, "start is not the id of a run") for name in OUTSIDE[1:]),
         *(({"round": n}, "round must be from 0") for n in (-1, MAX_ROUND)),
         *(({"start_round": n}, "start_round must be from 0") for n in (-1, MAX_ROUND)),
-        *(({"within": x}, "within is no time") for x in (-1.0, math.inf, math.nan)),
+        *(({"within": x}, "within is not a number of seconds") for x in (-1.0, math.inf, math.nan)),
     ],
     ids=str,
 )

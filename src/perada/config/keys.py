@@ -148,7 +148,7 @@ def resolve(source: str = "digits", overrides: Mapping[str, Any] | None = None) 
             raise InputError(f"{source}: [{section}] must be a section, not a value")
         table[name] = value
     config = _build(tables)
-    for key in overrides or {}:  # a preset's setting for its own method is passed over, one asked for is not
+    for key in overrides or {}:  # a preset's setting for its own method is skipped, one that was asked for is an error
         if key.startswith("method.") and key.removeprefix("method.") not in config.method:
             owners = ", ".join(m for m in REGISTRY if key in _known_keys(m))
             raise InputError(f"unknown key {key!r} of {config.method_name}: that is a setting of {owners}")

@@ -161,14 +161,14 @@ def _log(site: Site, text: str) -> None:
 def _check_words(about: About) -> None:
     """A run's id becomes a folder here and a round a part of its name: the server has no say in where they lie."""
     if not is_run_id(about.run):
-        raise Refused("run is no run's id")
+        raise Refused("run is not the id of a run")
     if about.start and not is_run_id(about.start):
-        raise Refused("start is no run's id")
+        raise Refused("start is not the id of a run")
     for what, round in (("round", about.round), ("start_round", about.start_round)):
         if not 0 <= round < MAX_ROUND:
             raise Refused(f"{what} must be from 0 to {MAX_ROUND - 1}")
     if not 0 <= about.within < math.inf:
-        raise Refused("within is no time")
+        raise Refused("within is not a number of seconds")
 
 
 def _handle(site: Site, about: About, content: RecordDict) -> RecordDict:

@@ -198,7 +198,7 @@ class RunFolder:
         if names is None:
             raise InputError(f"{path} is a file: choose another --out")
         if names and not (path / "config.toml").is_file():
-            raise InputError(f"{path} exists and is no run, so it is not overwritten: choose another --out")
+            raise InputError(f"{path} exists and is not a run folder, so it is not overwritten: choose another --out")
         if names and not overwrite:
             raise InputError(
                 f"{path} exists: resume it, overwrite it or choose another folder (--resume, --overwrite, --out)"
@@ -260,10 +260,10 @@ class RunFolder:
 
     def about(self) -> dict[str, Any]:
         """What data.json says of the data and the preset or file that the run was made with; empty without it."""
-        path, mend = self.path / "data.json", "delete it if the data are those that the run was made with"
-        found = read_object(path, {"classes": list, "clients": dict}, mend) if path.is_file() else {}
+        path, advice = self.path / "data.json", "delete it if the data are those that the run was made with"
+        found = read_object(path, {"classes": list, "clients": dict}, advice) if path.is_file() else {}
         if "source" in found and not fits(found["source"], {"name": str, "settings": dict}):
-            raise Damaged(f"{path} is damaged: {mend}")
+            raise Damaged(f"{path} is damaged: {advice}")
         return found
 
     def check_data(self, facts: Mapping[str, Any]) -> None:
@@ -350,13 +350,13 @@ class RunFolder:
         return _round(found[-1]) if found else None
 
     def load(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest whole checkpoint, and a line about each damaged one passed over."""
+        """The newest whole checkpoint, and a line about each damaged one that was skipped."""
         warnings: list[str] = []
         for path in reversed(self._found()):
             try:
                 return self._read(path), warnings
             except (InputError, OSError, ValueError, KeyError) as error:
-                warnings.append(f"{path.name} is damaged and passed over: {error}")
+                warnings.append(f"{path.name} is damaged and skipped: {error}")
         if warnings:
             raise InputError(f"{self.path}: no checkpoint is whole ({warnings[0]}): remove that folder and train again")
         return None, warnings

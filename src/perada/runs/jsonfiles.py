@@ -18,19 +18,19 @@ def fits(value: Any, kinds: Kinds) -> bool:
     return isinstance(value, dict) and all(k in value and isinstance(value[k], kind) for k, kind in kinds.items())
 
 
-def read_object(path: Path, kinds: Kinds, mend: str) -> dict[str, Any]:
-    """`mend` is what to do about a damaged one."""
+def read_object(path: Path, kinds: Kinds, advice: str) -> dict[str, Any]:
+    """Returns a JSON object with values of these kinds. advice: what to do about a damaged file."""
     try:
         found: dict[str, Any] = json.loads(path.read_text("utf8"))
     except ValueError:  # no JSON, or no text
         found = {}
     if not fits(found, kinds):
-        raise Damaged(f"{path} is damaged: {mend}")
+        raise Damaged(f"{path} is damaged: {advice}")
     return found
 
 
 def read_rows(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
-    """The lines of a .jsonl file, none where there is no file. A last one that a kill cut off is passed over."""
+    """Returns the lines of a .jsonl file, none without a file; skips a last one that a kill cut off."""
     lines = path.read_text("utf8", "replace").splitlines() if path.is_file() else []
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
