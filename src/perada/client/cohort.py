@@ -62,7 +62,7 @@ class Cohort(Protocol):
         """Trains the sampled clients from the broadcast."""
 
     def score(self, now: Moment, candidates: State) -> Tensor:
-        """Returns the losses `[candidates, judges]` of the clients that trained last; NaN is no opinion."""
+        """Returns the losses `[candidates, judges]` of the clients that trained last; NaN means no opinion."""
 
     def evaluate(self, now: Moment, splits: Sequence[str], last: bool) -> Mapping[str, Scores] | None:
         """Returns every client's scores; None if they come with the next uploads, never when `last`."""
