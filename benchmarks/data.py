@@ -21,7 +21,7 @@ from perada.config import resolve
 from perada.data import Federation, build_federation
 from perada.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt, corrupted
 from perada.data.partition import largest_remainder
-from perada.machine import cores
+from perada.lanes.machine import cores
 
 
 def crops(count: int, size: int = 32) -> np.ndarray:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from perada import adapt
 from perada.adapters import Residual
 from perada.lanes import Batch, LaneModel, State, gather, sgd, stack
-from perada.machine import keep_memory
+from perada.lanes.machine import keep_memory
 from perada.models.resnet import resnet
 
 CLASSES, SIZE, LR = 10, 32, 0.01

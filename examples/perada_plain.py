@@ -161,7 +161,7 @@ def perada(
 def main(rounds: int = 5, clients: int = 8, alpha: float = 0.3) -> None:
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    assets = resources.files("perada") / "assets"
+    assets = resources.files("perada") / "data" / "assets"
 
     def normalised(bytes: np.ndarray) -> Tensor:
         return ((torch.from_numpy(bytes)[:, None].float() / 255 - 0.3) / 0.35).repeat(1, 3, 1, 1)

@@ -7,7 +7,7 @@
 DATA is a folder with `cifar10.npz`, `cifar100.npz`, `pacs_64.npz` and `nih_cxr14_part001_64.npz`. W is the pretrained
 ResNet-18. `pacs` and `xrays` also need `--statistics`, the running statistics of W for 64 pixels.
 
-1. Run `distill-study` and `settle` first. The choice of `distill-study` is in `presets/cifar10.toml`; a test compares.
+1. Run `distill-study` and `settle` first. The preset `cifar10` has the choice of `distill-study`; a test compares.
    That of `settle` replaces it once 200 rounds and 3 seeds have tested it. The other experiments use the preset, and
    results of another preset do not count.
 2. `main` goes group by group: `adapters`, `ditto`, `full`, six runs at once on a GPU. `--only ditto-0,ditto-1` names

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from perada.cli.main import main as run_app
-from perada.machine import keep_memory
+from perada.lanes.machine import keep_memory
 
 from .commands import app
 

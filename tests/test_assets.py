@@ -17,7 +17,7 @@ from perada.models.resnet import resnet
 from perada.models.weights import load_into, read_weights
 
 TOOL = Path(__file__).parents[1] / "tools" / "make_digits_assets.py"
-ASSETS = Path(str(resources.files("perada"))) / "assets"
+ASSETS = Path(str(resources.files("perada"))) / "data" / "assets"
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from perada.config import build
 from perada.data.public import Chunks
 from perada.errors import InputError, RunError
 from perada.lanes import bytes_per_lane, memory, replay
-from perada.machine import precision_of
+from perada.lanes.machine import precision_of
 from perada.runs import loop as rounds
 from perada.runs.folder import RunFolder
 from perada.runs.loop import Saver

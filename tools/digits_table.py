@@ -37,7 +37,7 @@ def one(job: tuple[str, int, dict[str, Any], str]) -> dict[str, Any]:
     from perada.client.scores import scores_on
     from perada.config import build, resolve
     from perada.data import named_sets
-    from perada.machine import keep_memory
+    from perada.lanes.machine import keep_memory
 
     row, seed, settings, device = job
     keep_memory()

@@ -212,7 +212,7 @@ def make_sheet(seed: int) -> bytes:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make the assets of the digits preset.")
-    assets = Path(__file__).resolve().parents[1] / "src" / "perada" / "assets"
+    assets = Path(__file__).resolve().parents[1] / "src" / "perada" / "data" / "assets"
     parser.add_argument("--out", type=Path, default=assets, help="folder for the two files")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--images", type=int, default=80_000, help="glyphs to pretrain on")

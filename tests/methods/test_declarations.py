@@ -31,7 +31,7 @@ from perada.lanes import State, gather
 from perada.methods import REGISTRY, method_sizes
 from perada.methods.fedavg_ft import FedAvgFT
 from perada.models.resnet import ResNet, resnet
-from perada.options import RunOptions
+from perada.runs.options import RunOptions
 
 from .tiny import simulation
 

@@ -18,7 +18,7 @@ from ..config import in_keys, parse_grid, parse_setting, presets, resolve
 from ..config.objects import about_data
 from ..config.settings import given
 from ..errors import InputError, RunError
-from ..machine import device_of, keep_memory
+from ..lanes.machine import device_of, keep_memory
 from ..methods import REGISTRY, method_sizes
 from ..models import BACKBONES, count_groups, network_of
 from ..report import standings, write_partition, write_report

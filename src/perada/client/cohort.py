@@ -12,14 +12,14 @@ from torch import Tensor
 from ..data import Federation
 from ..errors import InputError
 from ..lanes import LaneModel, State, bytes_per_lane, gather, scatter
-from ..machine import free_memory, precision_of
+from ..lanes.machine import free_memory, precision_of
 from ..methods import Finisher, Judge, Method, check_upload
 from .scores import Scores, personal_scores
 from .trainer import Train, Trainer
 
 if TYPE_CHECKING:
-    from ..options import RunOptions
     from ..runs.moment import Moment
+    from ..runs.options import RunOptions
 
 SPLITS = ("local", "val", "global")  # what is evaluated during training
 

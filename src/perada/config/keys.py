@@ -25,7 +25,7 @@ from ..data import GIVEN, DataOptions, is_public_name
 from ..errors import InputError, unknown
 from ..methods import REGISTRY, Method, check_name, hyperparameters, make_method
 from ..models import WEIGHTS, known
-from ..options import RunOptions
+from ..runs.options import RunOptions
 from ..server.distill import Distill
 
 
@@ -121,7 +121,7 @@ def in_keys(text: str) -> str:
 
 def presets() -> dict[str, str]:
     """Name -> one line about it."""
-    found = (p for p in (resources.files("perada") / "presets").iterdir() if p.name.endswith(".toml"))
+    found = (p for p in (resources.files(__package__) / "presets").iterdir() if p.name.endswith(".toml"))
     return {
         p.name.removesuffix(".toml"): str(tomllib.loads(p.read_text("utf8"))["description"])
         for p in sorted(found, key=lambda p: p.name)
@@ -230,7 +230,7 @@ def _read(source: str) -> dict[str, Any]:
         raise unknown("preset", source, known)
     try:
         if source in known:
-            return tomllib.loads((resources.files("perada") / "presets" / f"{source}.toml").read_text("utf8"))
+            return tomllib.loads((resources.files(__package__) / "presets" / f"{source}.toml").read_text("utf8"))
         return tomllib.loads(path.read_text("utf8"))
     except FileNotFoundError as error:
         raise InputError(f"no such file: {source}") from error

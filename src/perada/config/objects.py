@@ -16,11 +16,11 @@ from ..data import GIVEN, VALIDATION, Federation, build_federation, public_image
 from ..errors import InputError
 from ..experiment import Experiment, Say
 from ..lanes import key_of, ops_for
-from ..machine import device_of
+from ..lanes.machine import device_of
 from ..methods import name_of
 from ..models import Backbone, load_into, network_of
 from ..models import backbone as named_backbone
-from ..options import check_fit
+from ..runs.options import check_fit
 from .keys import Config, ModelOptions
 
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError, unknown
 from ..lanes import rng_of
-from ..machine import cores
+from ..lanes.machine import cores
 from . import corruption_kinds as kinds
 from .cache import npy_header, whole_file
 from .corruption_kinds import Level

@@ -21,6 +21,6 @@ def digits() -> Source:
 
 def glyphs() -> Pixels:
     """Returns 4,096 unlabelled letters and digits, `[4096, 1, 8, 8]`; tools/make_digits_assets.py renders them."""
-    with resources.as_file(resources.files("perada") / "assets" / "glyphs.png") as path:
+    with resources.as_file(resources.files(__package__) / "assets" / "glyphs.png") as path:
         sheet = np.asarray(Image.open(path).convert("L"))
     return sheet.reshape(64, 8, 64, 8).transpose(0, 2, 1, 3).reshape(-1, 1, 8, 8).copy()

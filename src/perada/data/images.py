@@ -24,7 +24,7 @@ import PIL
 from PIL import Image
 
 from ..errors import InputError
-from ..machine import cores
+from ..lanes.machine import cores
 from .cache import cache_folder, npy_header, whole_file
 from .source import Mask, Pixels
 

@@ -25,7 +25,7 @@ from ..data import Federation
 from ..errors import InputError
 from ..experiment import DTYPES, lanes_of
 from ..lanes import LaneModel, State
-from ..machine import arithmetic, device_of
+from ..lanes.machine import arithmetic, device_of
 from ..methods import Finisher, Judge, Method, check_upload
 from ..models import Backbone, backbone
 from .messages import About, Refused, Reply, answer, digest, read_about, unpack

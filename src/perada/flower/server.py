@@ -13,7 +13,7 @@ from ..callbacks import Callback
 from ..config import build
 from ..errors import InputError
 from ..experiment import Experiment
-from ..machine import device_of
+from ..lanes.machine import device_of
 from ..runs.folder import Checkpoint, RunFolder
 from ..runs.loop import train_in
 from ..runs.moment import Progress

@@ -39,7 +39,7 @@ class WeightReport:
 def read_weights(source: str, backbone: str) -> dict[str, Tensor]:
     """Returns the tensors of `embedded`, `torchvision`, `timm`, a `.safetensors` or a `.pth` file by name (float32)."""
     if source == "embedded":
-        asset = resources.files("perada") / "assets" / f"{backbone}.safetensors"
+        asset = resources.files("perada") / "data" / "assets" / f"{backbone}.safetensors"
         with resources.as_file(asset) as path:
             if not path.is_file():
                 raise InputError(

@@ -18,7 +18,7 @@ from ..data import GIVEN, SEVERITIES, Federation, blank, data_home, named_sets, 
 from ..errors import InputError, unknown
 from ..experiment import DTYPES, Experiment, Say
 from ..lanes import State
-from ..machine import device_of
+from ..lanes.machine import device_of
 from ..models import with_weights
 from ..predict.export import about, check_out, weights_of, write_program, write_weights
 from ..predict.pictures import predictions

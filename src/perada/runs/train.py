@@ -21,7 +21,7 @@ from ..data import Federation, named_sets
 from ..errors import InputError
 from ..experiment import Experiment, Say
 from ..lanes import Pool
-from ..machine import precision_of
+from ..lanes.machine import precision_of
 from ..methods import sizes_of
 from ..models import same_weights
 from ..report import write_report

@@ -19,7 +19,7 @@ import torch
 from ..errors import Interrupted, RunError
 from ..experiment import Say
 from ..lanes import Pool
-from ..machine import cores, keep_memory
+from ..lanes.machine import cores, keep_memory
 from ..runs.moment import Progress
 from ..runs.train import OnProgress
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .client.trainer import Train
-from .data import Federation
-from .errors import InputError, check_choices, unknown
-from .methods import Method
-from .server.distill import Distill
+from ..client.trainer import Train
+from ..data import Federation
+from ..errors import InputError, check_choices, unknown
+from ..methods import Method
+from ..server.distill import Distill
 
 
 @dataclass(frozen=True)

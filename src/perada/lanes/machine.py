@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from .errors import InputError
+from ..errors import InputError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
