@@ -56,7 +56,7 @@ def answer(main: State) -> list[str]:
     ours, metrics = runs.get("perada", []), [m for m in _measured(runs) if m in ANSWERED]
     rows, behind = [], dict[str, list[str]]()
     for other, theirs in runs.items():
-        if other in ("perada", "perada-guard-none") or not ours:
+        if (other.startswith("perada") and other != "perada-no-kd") or not ours:
             continue
         row = [other]
         for metric, papers in zip(metrics, _papers("main", metrics, "perada", other), strict=True):
@@ -146,7 +146,7 @@ def _where(state: State) -> str:
 
 
 def variants_of(state: State) -> dict[str, list[Result]]:
-    """Returns variant -> runs: `perada-guard-none-2` is the variant `perada-guard-none` with seed 2."""
+    """Returns variant -> runs: `perada-recipe-free-2` is the variant `perada-recipe-free` with seed 2."""
     out: dict[str, list[Result]] = {}
     for trial in state.experiment.trials:
         if trial.name in state.found:
@@ -233,9 +233,9 @@ def _orders(name: str, runs: Mapping[str, Sequence[Result]], metrics: Sequence[s
 
 
 def _differences(name: str, runs: Mapping[str, Sequence[Result]], metrics: Sequence[str]) -> list[str]:
-    """Returns PerAda with and without its guard against PerAda w/o KD, paired by seed, and against the target."""
+    """Returns all variants of PerAda against PerAda w/o KD, paired by seed, and PerAda against the target."""
     base = runs.get("perada-no-kd")
-    others = [v for v in ("perada", "perada-guard-none") if v in runs]
+    others = [v for v in runs if v.startswith("perada") and v != "perada-no-kd"]
     if base is None or not others:
         return []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +10,7 @@ from perada.config import resolve
 from perada.data import VALIDATION
 from perada.methods import REGISTRY, grids
 
-from .studies import first_study, settle
+from .studies import FIRST_RECIPE, THRICE, WIDE, first_study, settle
 from .trials import (
     CIFAR10,
     DISTILLING,
@@ -30,17 +30,29 @@ from .trials import (
 MAIN = ("perada", "perada-no-kd", "ditto", "fedavg-ft", "standalone")  # the methods in every table
 
 
-def main_trials(preset: str, seeds: Sequence[int]) -> tuple[Trial, ...]:
+# The main table's runs of adapters. `perada` is the preset, `perada-recipe` what the first study settled, and
+# `perada-wide` the control of `settle`: larger initial adapters without distillation.
+ADAPTERS: dict[str, Settings] = {
+    "perada": {"method.name": "perada", **THRICE},
+    "perada-no-kd": {"method.name": "perada-no-kd"},
+    "perada-wide": WIDE,
+    "perada-recipe": {"method.name": "perada"},
+    "perada-recipe-free": GUARDLESS,
+}
+
+
+def main_trials(preset: str, seeds: Sequence[int], adapters: Mapping[str, Settings] | None = None) -> tuple[Trial, ...]:
     """Returns the runs of the five methods, and of PerAda without its guard where the preset has one.
 
     Runs that share their steps train together, six at once on a GPU, because a lane costs less among many. Adapters
     come first, since distillation is judged by them, then Ditto with two full models per client, then the others.
     """
-    variants = {m: {"method.name": m} for m in MAIN} | {"perada-guard-none": GUARDLESS}
-    groups: dict[str, tuple[str, ...]] = {"adapters": ("perada", "perada-no-kd", "perada-guard-none")}
-    groups |= {"ditto": ("ditto",), "full": ("fedavg-ft", "standalone")}
-    if resolve(preset, {}).distill.guard == "none":
-        groups["adapters"] = groups["adapters"][:2]
+    if adapters is None:
+        adapters = {m: {"method.name": m} for m in ("perada", "perada-no-kd")}
+        if resolve(preset, {}).distill.guard != "none":
+            adapters["perada-guard-none"] = GUARDLESS
+    variants = {m: {"method.name": m} for m in MAIN} | dict(adapters)
+    groups = {"adapters": tuple(adapters), "ditto": ("ditto",), "full": ("fedavg-ft", "standalone")}
     return tuple(
         Trial(f"{name}-{seed}", group, {**variants[name], **({} if group == "adapters" else SELDOM), "run.seed": seed})
         for group, names in groups.items()
@@ -101,7 +113,7 @@ def _ablations() -> Experiment:
 
     PACS has 9,991 images, the X-rays 3,954 and CIFAR-10's validation data 5,000, so sets are compared at equal numbers.
     """
-    perada, own = {"method.name": "perada"}, resolve("cifar10", {}).distill.steps
+    perada, own = {"method.name": "perada"}, FIRST_RECIPE["distill.steps"]
     no_more = {"distill.pull": 0.0, "distill.weight_decay": 0.0, "distill.rounds": 0, "distill.schedule": "constant"}
     variants: dict[str, dict[str, Settings]] = {
         "base": {"perada": {}, "no-kd": {"method.name": "perada-no-kd"}},
@@ -116,7 +128,7 @@ def _ablations() -> Experiment:
     return Experiment(
         name="ablations",
         preset="cifar10",
-        settings={**CIFAR10, "train.rounds": 50},
+        settings={**CIFAR10, **FIRST_RECIPE, "train.rounds": 50},
         trials=tuple(
             Trial(name, group, {**perada, **settings})
             for group, several in variants.items()
@@ -139,8 +151,8 @@ def experiments() -> dict[str, Experiment]:
     main = Experiment(
         name="main",
         preset="cifar10",
-        settings={**CIFAR10, **SHIFTS},
-        trials=main_trials("cifar10", seeds),
+        settings={**CIFAR10, **SHIFTS, **FIRST_RECIPE},  # its first runs had that recipe
+        trials=main_trials("cifar10", seeds, ADAPTERS),
         seconds=SECONDS,
         distilling=DISTILLING,
     )

@@ -46,7 +46,7 @@ def test_the_checked_in_results_are_small_and_hold_no_path() -> None:
 
 def test_the_preset_is_what_the_study_settled() -> None:
     """Once it is settled, nobody has to remember to write it down."""
-    study = experiments()["distill-study"]
+    study = experiments()["settle"]
     held = state_of(study, HOME / "results").found
     chosen = settled(study, {n: validation_of(r) for n, r in held.items()})
     own = resolve(study.preset, {}).flat()
@@ -297,6 +297,6 @@ def test_the_papers_numbers_are_its_own() -> None:
     assert paper.of("pacs", "Local", "fedavg-ft") == 79.42
     assert paper.of("xrays", "Global", "perada") == 77.88
     assert paper.of("pacs", "corruptions", "perada") is None
-    assert paper.of("main", "Local", "perada-guard-none") is None
+    assert paper.of("main", "Local", "perada-recipe-free") is None
     assert {len(row) for row in paper.TABLE_1.values()} == {8}
     assert len(paper.TABLE_1) == 17

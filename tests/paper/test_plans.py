@@ -46,14 +46,19 @@ def test_a_choice_is_made_of_runs_that_stand_before_those_that_follow_it(name: s
             assert max(at[n] for n in found.choice(trial.follows).among) < at[trial.name]
 
 
-def test_the_main_table_has_what_the_issue_asks_for() -> None:
+def test_the_main_table_has_the_five_methods_the_recipe_and_the_control() -> None:
     main = experiments()["main"]
-    own = resolve("cifar10", {}).distill.guard
-    wanted = {(m, seed, own) for m in MAIN for seed in (0, 1, 2)} | {("perada", s, "none") for s in (0, 1, 2)}
-    configs = [resolve(main.preset, {**main.settings, **t.settings}) for t in main.trials]
-    assert {(c.method_name, c.run.seed, c.distill.guard) for c in configs} == wanted
-    assert {c.train.rounds for c in configs} == {200}
-    assert all(c.run.shifts and c.run.severities == (1, 2, 3, 4, 5) for c in configs)
+    configs = {t.name: resolve(main.preset, {**main.settings, **t.settings}) for t in main.trials}
+    assert {n.rpartition("-")[0] for n in configs} == {*MAIN, "perada-wide", "perada-recipe", "perada-recipe-free"}
+    assert all({f"{m}-{seed}" for seed in (0, 1, 2)} <= configs.keys() for m in MAIN)
+    assert {c.train.rounds for c in configs.values()} == {200}
+    assert all(c.run.shifts and c.run.severities == (1, 2, 3, 4, 5) for c in configs.values())
+    assert configs["perada-0"].distill == resolve("cifar10", {}).distill, "the preset"
+    recipe, free = configs["perada-recipe-0"].distill, configs["perada-recipe-free-0"].distill
+    assert (recipe.guard, free.guard) == ("clients", "none")
+    assert replace(free, guard="clients") == recipe
+    wide, plain = configs["perada-wide-0"], configs["perada-no-kd-0"]
+    assert replace(wide, model=replace(wide.model, adapter_std=1e-4)) == plain
 
 
 def test_the_others_are_the_other_seventeen_each_with_a_grid() -> None:
@@ -89,7 +94,7 @@ def test_a_preset_that_is_settled_without_a_guard_has_no_second_row_of_it(monkey
 def test_the_ablations_have_every_axis_that_the_issue_asks_for() -> None:
     found = experiments()["ablations"]
     assert {"steps", "images", "sets", "lam", "start"} <= set(found.groups)
-    own = resolve("cifar10", {}).distill
+    own = resolve(found.preset, found.settings).distill
     for group in ("images", "sets"):
         sizes = {t.settings["distill.size"] for t in found.trials if t.group == group}
         assert all(n % own.batch == 0 for n in sizes), "whole batches"
