@@ -146,7 +146,7 @@ def _where(state: State) -> str:
 
 
 def variants_of(state: State) -> dict[str, list[Result]]:
-    """Returns variant -> runs: `perada-recipe-free-2` is the variant `perada-recipe-free` with seed 2."""
+    """Returns variant -> runs: `perada-unguarded-2` is the variant `perada-unguarded` with seed 2."""
     out: dict[str, list[Result]] = {}
     for trial in state.experiment.trials:
         if trial.name in state.found:

@@ -37,7 +37,7 @@ ADAPTERS: dict[str, Settings] = {
     "perada-no-kd": {"method.name": "perada-no-kd"},
     "perada-wide": WIDE,
     "perada-recipe": {"method.name": "perada"},
-    "perada-recipe-free": GUARDLESS,
+    "perada-unguarded": GUARDLESS,
 }
 
 
