@@ -56,7 +56,7 @@ def answer(main: State) -> list[str]:
     ours, metrics = runs.get("perada", []), [m for m in _measured(runs) if m in ANSWERED]
     rows, behind = [], dict[str, list[str]]()
     for other, theirs in runs.items():
-        if (other.startswith("perada") and other != "perada-no-kd") or not ours:
+        if (other.startswith("perada") and not other.startswith("perada-no-kd")) or not ours:
             continue
         row = [other]
         for metric, papers in zip(metrics, _papers("main", metrics, "perada", other), strict=True):

@@ -35,6 +35,7 @@ MAIN = ("perada", "perada-no-kd", "ditto", "fedavg-ft", "standalone")  # the met
 ADAPTERS: dict[str, Settings] = {
     "perada": {"method.name": "perada", **THRICE},
     "perada-no-kd": {"method.name": "perada-no-kd"},
+    "perada-no-kd-lam2": {"method.name": "perada-no-kd", "method.lam": 2.0},  # its own best in `settle`
     "perada-wide": WIDE,
     "perada-recipe": {"method.name": "perada"},
     "perada-unguarded": GUARDLESS,

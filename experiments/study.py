@@ -34,9 +34,11 @@ The rule `settle` of the second study, written down on 18 November 2026 before a
     are λ = 2, λ = 4 and half the rate; the reference is the same method with λ = 1 and the preset's rate.
 12. If no distillation wins the choice `distillation`, the preset keeps its recipe, and the document says that no gain
     beyond the noise was found.
-13. Otherwise the winner becomes the preset `cifar10`, whatever its test says. `main` then tests it for 200 rounds with 3
-    seeds, beside no distillation, the first study's recipe, the control `wide` and the other methods. This test decides
-    nothing. (Written on 18 November 2026, after the choice and before any of these runs.)
+13. Otherwise the winner becomes the preset `cifar10`, whatever its test says. `main` then tests it for 200 rounds with
+    3 seeds, beside no distillation, the first study's recipe, the control `wide` and the other methods. This test
+    decides nothing. (Written on 18 November 2026, after the choice and before any of these runs.)
+14. A method for which λ or the rate was chosen by item 11 is tested in `main` with that setting too. (The same day,
+    after the choice for no distillation, λ = 2, and before the run.)
 """
 
 from __future__ import annotations

@@ -126,10 +126,10 @@ def test_seeds_that_are_missing_and_minutes_that_count_twice_are_said(tmp_path: 
         (tmp_path / "main" / f"ditto-{seed}.json").unlink()
     results.write(tmp_path, {**results.read(tmp_path, "main")["ditto-0"], "shared_gpu": True})
     text = section(document(tmp_path)[""], "main")
-    assert "runs, at most 22.0 minutes in all (1 of the runs shared the GPU with other processes), 2026" in text
+    assert "runs, at most 25.0 minutes in all (1 of the runs shared the GPU with other processes), 2026" in text
     assert "by means alone, also where intervals overlap; ditto: 1 seed.\n" in text
     missing = section(document(tmp_path)[""], "What is missing")
-    assert re.search(r"- \*\*main\*\*, 2 of 24 runs, about \d+ minutes of an H200: ditto-1, ditto-2\.\n", missing)
+    assert re.search(r"- \*\*main\*\*, 2 of 27 runs, about \d+ minutes of an H200: ditto-1, ditto-2\.\n", missing)
     assert re.search(
         r"\*\*others\*\*, 75 of 75 runs, .* H200: mtl, .*, feddf, scaffold, 58 runs of searches\.", missing
     )

@@ -49,7 +49,8 @@ def test_a_choice_is_made_of_runs_that_stand_before_those_that_follow_it(name: s
 def test_the_main_table_has_the_five_methods_the_recipe_and_the_control() -> None:
     main = experiments()["main"]
     configs = {t.name: resolve(main.preset, {**main.settings, **t.settings}) for t in main.trials}
-    assert {n.rpartition("-")[0] for n in configs} == {*MAIN, "perada-wide", "perada-recipe", "perada-unguarded"}
+    more = {"perada-no-kd-lam2", "perada-wide", "perada-recipe", "perada-unguarded"}
+    assert {n.rpartition("-")[0] for n in configs} == {*MAIN, *more}
     assert all({f"{m}-{seed}" for seed in (0, 1, 2)} <= configs.keys() for m in MAIN)
     assert {c.train.rounds for c in configs.values()} == {200}
     assert all(c.run.shifts and c.run.severities == (1, 2, 3, 4, 5) for c in configs.values())
