@@ -203,7 +203,7 @@ def test_the_first_screen_says_whether_perada_beats_the_others(tmp_path: Path) -
     text = document(tmp_path)[""]
     first = text[: text.index("The commands need these files")]
     assert text.startswith("# Results\n\n**Does PerAda beat Ditto, FedAvg+FT, Standalone")
-    rows = [line for line in first.splitlines() if line.startswith(("| perada-no-kd", "| ditto", "| fedavg-ft"))]
+    rows = [line for line in first.splitlines() if line.startswith(("| perada-no-kd |", "| ditto", "| fedavg-ft"))]
     ahead, behind = "+4.00 [+4.00, +4.00] ahead", "-2.00 [-2.00, -2.00] behind"
     assert [row.split(" | ")[1] for row in rows] == [ahead, behind, ahead]
     assert [row.split(" | ")[4] for row in rows] == ["+5.24", "+5.23", "+15.06"], "the paper's"
