@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from perada.errors import InputError
 from perada.experiment import Experiment
 from perada.methods import Ditto, FedAvg, FedAvgFT, Method, PerAda
 from perada.runs.moment import Progress
+from perada.runs.options import RunOptions
 from perada.runs.rows import Evaluation
 
 DRAW = np.random.default_rng(0)
@@ -398,6 +400,34 @@ def test_other_weights_are_refused_on_a_resume(fed: perada.Federation, whole: pe
 
 
 # What a user gets wrong.
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: perada.Train(rounds="3"), "Train.rounds must be a whole number, not '3'"),  # type: ignore[arg-type]
+        (lambda: perada.Train(rounds=2.5), "Train.rounds must be a whole number, not 2.5"),  # type: ignore[arg-type]
+        (lambda: perada.Train(rounds=True), "Train.rounds must be a whole number, not True"),
+        (lambda: perada.Train(lr=float("nan")), "Train.lr must be a finite number, not nan"),
+        (lambda: perada.Train(lr=None), "Train.lr must be a number, not None"),  # type: ignore[arg-type]
+        (lambda: perada.Distill(data=3), "Distill.data must be text, not 3"),  # type: ignore[arg-type]
+        (lambda: perada.Distill(candidates=20), "Distill.candidates must be a list"),  # type: ignore[arg-type]
+        (lambda: RunOptions(shifts="no"), "RunOptions.shifts must be true or false"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_option_of_another_type_is_refused_in_one_line(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(InputError) as error:
+        make()
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_options_take_numbers_of_arrays_and_whole_numbers_for_floats() -> None:
+    train = perada.Train(rounds=np.int64(3), lr=1)  # type: ignore[arg-type]
+    assert (train.rounds, train.lr) == (3, 1.0)
+    assert isinstance(train.rounds, int)
+    assert isinstance(train.lr, float)
+    assert perada.Distill(candidates=[1, 2]).candidates == (1, 2)  # type: ignore[arg-type]
 
 
 def test_mistakes_are_one_clear_line(fed: perada.Federation) -> None:

@@ -3,7 +3,6 @@
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
 
 
 class InputError(Exception):
@@ -29,13 +28,6 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, path: Path) -> None:
         super().__init__(f"interrupted; what is finished is saved in {path}")
         self.path = path
-
-
-def check_choices(options: object) -> None:
-    """Raises ValueError if a field of a dataclass that is a Literal has another value."""
-    for name, kind in get_type_hints(type(options)).items():
-        if get_origin(kind) is Literal and getattr(options, name) not in get_args(kind):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(options, name)!r}")
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:

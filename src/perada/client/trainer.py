@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..data.batches import ClientBatches, steps_of
 from ..data.federation import Federation
-from ..errors import check_choices
+from ..fields import check_fields
 from ..lanes import Batches, Group, LaneModel, Options, Pull, Result, State, Update, loop, ops_for, sgd
 from .scores import logits_on
 
@@ -27,7 +27,7 @@ class Train:
     rounds: int = 200
     cohort: int = 0  # clients sampled each round; 0 is all of them
     epochs: int = 10
-    batch: int = 64
+    batch: int = 64  # at least 2: batch norm needs two samples
     lr: float = 0.01
     momentum: float = 0.0
     weight_decay: float = 0.0
@@ -35,17 +35,8 @@ class Train:
     weighting: Literal["uniform", "samples"] = "uniform"  # how the server averages
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        for name, least in (("rounds", 1), ("cohort", 0), ("epochs", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        if self.batch < 2:
-            raise ValueError(f"batch must be at least 2 (batch norm needs two samples), not {self.batch}")
-        if not self.lr > 0:
-            raise ValueError(f"lr must be above 0, not {self.lr}")
-        for name in ("momentum", "weight_decay", "clip"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        least = {"rounds": 1, "cohort": 0, "epochs": 1, "batch": 2, "momentum": 0, "weight_decay": 0, "clip": 0}
+        check_fields(self, least, positive=("lr",))
 
 
 def sample_loss(logits: Tensor, targets: Tensor) -> Tensor:

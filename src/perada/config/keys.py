@@ -5,24 +5,21 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 import re
 import tomllib
-import types
 import typing
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from ..adapters import Adapter, Residual, adapter_of
 from ..adapters import known as known_adapter
 from ..client.trainer import Train
 from ..data import GIVEN, DataOptions, is_public_name
 from ..errors import InputError, unknown
+from ..fields import check_fields, coerce
 from ..methods import REGISTRY, Method, check_name, hyperparameters, make_method
 from ..models import WEIGHTS, known
 from ..runs.options import RunOptions
@@ -44,17 +41,12 @@ class ModelOptions:
     pretrain_lr: float = 0.01  # with this learning rate, whatever the method's own is
 
     def __post_init__(self) -> None:
+        check_fields(self, {"dropout": 0, "adapter_std": 0, "pretrain_rounds": 1}, positive=("pretrain_lr",))
+        if self.dropout >= 1:
+            raise InputError(f"ModelOptions.dropout must be below 1, not {self.dropout}")
         if self.backbone != GIVEN:
             known(self.backbone)
         known_adapter(self.adapter)
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
-        if not self.adapter_std >= 0:
-            raise ValueError(f"adapter_std must not be negative, not {self.adapter_std}")
-        if not self.pretrain_lr > 0:
-            raise ValueError(f"pretrain_lr must be above 0, not {self.pretrain_lr}")
-        if self.pretrain_rounds < 1:
-            raise ValueError(f"pretrain_rounds must be at least 1, not {self.pretrain_rounds}")
 
     def strategy(self) -> Adapter | None:
         """Returns the adapter that these options describe."""
@@ -302,7 +294,7 @@ def _build(tables: dict[str, Any]) -> Config:
     for key in settings:
         if key not in known and not any(key in hyperparameters(m) for m in REGISTRY):
             raise unknown("key", f"method.{key}", _known_keys(name))
-    typed = {k: _coerce(v, known[k], f"method.{k}") for k, v in settings.items() if k in known}
+    typed = {k: coerce(v, known[k], f"method.{k}") for k, v in settings.items() if k in known}
     try:
         filled = make_method(name, typed)
     except ValueError as error:
@@ -321,35 +313,13 @@ def _absolute(value: str, names: Container[str]) -> str:
 
 def _section(section: str, kind: Any, values: Mapping[str, Any]) -> Any:
     hints = typing.get_type_hints(kind)
-    typed = {k: _coerce(v, hints[k], f"{section}.{k}") for k, v in values.items()}
+    typed = {k: coerce(v, hints[k], f"{section}.{k}") for k, v in values.items()}
     try:
         return kind(**typed)
-    except ValueError as error:
+    except InputError as error:  # which names the class
+        raise InputError(in_keys(str(error))) from error
+    except ValueError as error:  # which names the field alone
         raise InputError(f"{section}.{error}") from error
-
-
-def _coerce(value: Any, hint: Any, key: str) -> Any:
-    """Check a TOML value against a field's type; whole numbers serve as floats, lists as tuples."""
-    if isinstance(value, np.generic):  # from Python: a number of an array
-        value = value.item()
-    origin = typing.get_origin(hint)
-    if origin is Literal:
-        options = typing.get_args(hint)
-        if value not in options:
-            raise InputError(f"{key} must be one of {', '.join(map(str, options))}, not {value!r}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise InputError(f"{key} must be a list, such as [1, 2], not {value!r}")
-        return tuple(_coerce(v, typing.get_args(hint)[0], key) for v in value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-        raise InputError(f"{key} must be {words[hint]}, not {value!r}")
-    if hint is float and not math.isfinite(value):
-        raise InputError(f"{key} must be a finite number, not {value}")
-    return value
 
 
 def toml_value(value: Any) -> str:
@@ -357,7 +327,7 @@ def toml_value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
-    if isinstance(value, types.NoneType):
+    if value is None:
         raise TypeError("TOML has no null")
     # JSON's strings are TOML's, but for surrogate pairs and the one control character JSON leaves as it is.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import InputError, check_choices, unknown
+from ..errors import InputError, unknown
+from ..fields import check_fields
 from ..plugins import check
 from .named import GROUP, SOURCES
 
@@ -43,8 +44,8 @@ class DataOptions:
     skip_bad: bool = _option(False, "skip images that cannot be read")
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check("data set", GROUP, self.name, SOURCES)
-        check_choices(self)
         if self.name == "digits" and self.root:
             raise ValueError("name=digits is part of the package and reads no path: for your own images use 'folder'")
         if not self.alpha > 0:
@@ -75,5 +76,3 @@ class DataOptions:
             return cls(**options)
         except ValueError as error:
             raise InputError(f"DataOptions.{error}") from error
-        except TypeError as error:  # text for a number, say
-            raise InputError(f"cannot make DataOptions of {options}: {error}") from error

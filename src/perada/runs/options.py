@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from ..client.trainer import Train
 from ..data import Federation
-from ..errors import InputError, check_choices, unknown
+from ..errors import InputError, unknown
+from ..fields import check_fields
 from ..methods import Method
 from ..server.distill import Distill
 
@@ -27,14 +28,11 @@ class RunOptions:
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)  # of those
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_fields(self, {"seed": 0, "eval_every": 1, "checkpoint_every": 1, "lanes": 0})
         if not self.severities or not set(self.severities) <= {1, 2, 3, 4, 5}:
-            raise ValueError(f"severities must be numbers from 1 to 5, not {list(self.severities)}")
+            raise InputError(f"RunOptions.severities must be numbers from 1 to 5, not {list(self.severities)}")
         if self.seed >= 2**63:
-            raise ValueError(f"seed must be below 2^63, not {self.seed}")
-        for name, least in (("seed", 0), ("eval_every", 1), ("checkpoint_every", 1), ("lanes", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+            raise InputError(f"RunOptions.seed must be below 2^63, not {self.seed}")
 
 
 def run_options(values: Mapping[str, Any]) -> RunOptions:

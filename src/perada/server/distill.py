@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..data.federation import Federation
 from ..data.public import Chunks, as_public
-from ..errors import InputError, check_choices
+from ..errors import InputError
+from ..fields import check_fields
 from ..lanes import (
     Batch,
     LaneModel,
@@ -61,21 +62,10 @@ class Distill:
     candidates: tuple[int, ...] = (20, 60, 150, 500)  # steps after which the student is a candidate
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        for name in ("size", "steps", "rounds"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
-        if self.batch < 2:
-            raise ValueError(f"batch must be at least 2, not {self.batch}")
-        for name in ("lr", "temperature"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-        for name in ("pull", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
-        object.__setattr__(self, "candidates", tuple(self.candidates))
+        least = {"size": 0, "steps": 0, "batch": 2, "rounds": 0, "pull": 0, "weight_decay": 0}
+        check_fields(self, least, positive=("lr", "temperature"))
         if any(c < 1 for c in self.candidates):
-            raise ValueError("candidates are numbers of steps, at least 1")
+            raise InputError("Distill.candidates are numbers of steps, at least 1")
 
     def snapshots(self) -> tuple[int, ...]:
         """The steps that become candidates: the last one always, the others only where a guard chooses."""
