@@ -17,7 +17,8 @@ from ..errors import InputError
 from ..flower import certs, collect
 from ..flower.address import PORT, Address
 from ..flower.control import Control
-from ..flower.launch import join, known_site, plan_site, serve
+from ..flower.launch import join, plan_site, serve
+from ..flower.personal import known_site, personal_model
 from ..flower.processes import Stop, stoppable
 from ..flower.project import Project, init
 from ..flower.settings import checked_name
@@ -225,9 +226,7 @@ def predict_command(
     as_json: AsJson = False,
 ) -> None:
     """At a site: predict with its own model. Needs no server and no data."""
-    from ..flower.export import predict
-
-    predictions = predict(known_site(folder, site), images, run)
+    predictions = personal_model(known_site(folder, site), run).predict(images)
     if as_json:
         print_json(predictions)
         return
@@ -243,7 +242,5 @@ def export_command(
     merged: Annotated[bool, typer.Option("--merged", help="the whole network instead of the personal part")] = False,
 ) -> None:
     """At a site: write its own model to one file. Needs no server and no data."""
-    from ..flower.export import export
-
-    export(known_site(folder, site), out_file, merged, run)
+    personal_model(known_site(folder, site), run).export(out_file, merged)
     tell(f"wrote {out_file}")

@@ -188,10 +188,6 @@ class SiteService:
         return self.home / "site.toml"
 
 
-def _home(settings: SiteSettings) -> Path:
-    return Path(settings.state) / "flower" / settings.name
-
-
 def plan_site(
     folder: Path, name: str | None, data: Path | None, server: str | None, insecure: bool, confirmed: bool
 ) -> SiteService:
@@ -210,23 +206,14 @@ def plan_site(
         raise InputError(f"no data at {settings.data}: give --data FOLDER with class/image files")
     ca, private = folder / "certs" / "ca.crt", folder / "certs" / "sites" / f"{settings.name}.key"
     if insecure:
-        return SiteService(settings, _home(settings), address, None, None)
+        return SiteService(settings, settings.flower, address, None, None)
     for file, source in {
         ca: "the server's people send it",
         private: "perada flower certs --keys-only makes it",
     }.items():
         if not file.is_file():
             raise InputError(f"no {file}: {source}")
-    return SiteService(settings, _home(settings), address, ca, private)
-
-
-def known_site(folder: Path, name: str | None) -> SiteSettings:
-    """Returns the settings with which `perada flower site` has run."""
-    settings = SiteSettings.read(folder.expanduser() / "site.toml", name=name)
-    file = _home(settings) / "site.toml"
-    if not file.is_file():
-        raise InputError(f"{settings.name} has not taken part from {folder} yet: see `perada flower site`")
-    return SiteSettings.read(file)
+    return SiteService(settings, settings.flower, address, ca, private)
 
 
 def join(site: SiteService, say: Say) -> None:

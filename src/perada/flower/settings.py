@@ -199,6 +199,11 @@ class SiteSettings:
         if not 0 <= self.score_digits <= 15:
             raise ValueError(f"score_digits must be from 0 to 15, not {self.score_digits}")
 
+    @property
+    def flower(self) -> Path:
+        """The folder of Flower's files at this site, with the site.toml that the ClientApp reads."""
+        return Path(self.state) / "flower" / self.name
+
     @classmethod
     def read(cls, path: str | Path, **given: str | None) -> SiteSettings:
         """Reads site.toml; values that are given replace its own. Paths are relative to the file's folder."""
