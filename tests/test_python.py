@@ -262,6 +262,16 @@ def test_an_interrupted_run_is_resumed(fed: perada.Federation, whole: perada.Run
     assert rows_of(resumed) == rows_of(whole)
 
 
+@pytest.mark.parametrize("name", ["on_round", "rounds", "on_train_end", "evaluated", "started", "end_run"])
+def test_a_misspelled_hook_is_refused_where_the_class_is_written(name: str) -> None:
+    with pytest.raises(InputError, match=f"Mine.{name} is never called: the hooks are start, round, evaluation"):
+        type("Mine", (Callback,), {name: lambda self, progress: None})
+
+
+def test_a_callback_may_have_methods_and_values_of_its_own() -> None:
+    type("Mine", (Callback,), {"rounds": 3, "write": lambda self: None, "_on_round": lambda self: None})
+
+
 def row(round: int, value: float | None) -> Evaluation:
     return Evaluation(round, {"local_val": Scores({"north": value})})
 

@@ -12,6 +12,7 @@ from helpers import assert_close_norm, assert_same_tensors
 from small import everything, small
 
 import perada.sweep.tune
+from perada.callbacks import OnRound
 from perada.config import build
 from perada.data import Federation
 from perada.errors import Interrupted
@@ -203,7 +204,9 @@ def test_an_interrupt_saves_every_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
     train = _trainer(found, {}, found.runs[0].federation)
     with pytest.raises(Interrupted):
-        share_lanes(["fedavg-1", "fedavg-2"], 2, lambda name, pool: train(name, on_round, print, pool), print)
+        share_lanes(
+            ["fedavg-1", "fedavg-2"], 2, lambda name, pool: train(name, [OnRound(on_round)], print, pool), print
+        )
     rounds = [len(list((tmp_path / "c" / n / "checkpoints").glob("round-*"))) for n in ("fedavg-1", "fedavg-2")]
     assert all(rounds)
 

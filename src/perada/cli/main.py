@@ -103,7 +103,7 @@ def train_command(
             out=out_dir,
             resume=resume,
             overwrite=overwrite,
-            on_round=watch.round,
+            callbacks=[watch],
             say=say,
         )
     if as_json:
@@ -140,7 +140,7 @@ def compare_command(
             resume=resume,
             jobs=jobs,
             on_run=watch.run,
-            on_round=watch.round,
+            callbacks=[watch],
             say=say,
         )
     table = found.standings()
@@ -179,7 +179,7 @@ def tune_command(
             out=out_dir,
             resume=resume,
             on_run=watch.run,
-            on_round=watch.round,
+            callbacks=[watch],
             say=say,
         )
     best, path = found.best(), found.path / "tuned.toml"

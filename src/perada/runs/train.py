@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..callbacks import Callback, OnRound
+from ..callbacks import Callback, OnRound, check_callbacks
 from ..client.scores import all_scores_on
 from ..config import Config, build, describe, federation_of, resolve
 from ..config.settings import RESUMED, changeable, given
@@ -25,7 +25,6 @@ from ..lanes.machine import precision_of
 from ..methods import sizes_of
 from ..models import same_weights
 from ..report import write_report
-from ..runs.moment import Progress
 from .folder import Checkpoint, RunFolder, locked, write_atomic
 from .loop import train_in
 from .names import (
@@ -39,8 +38,6 @@ from .names import (
 )
 from .rows import Evaluation
 from .run import Run
-
-OnProgress = Callable[[Progress], None]
 
 
 def train(
@@ -57,7 +54,6 @@ def train(
     federation: Federation | None = None,
     backbone: Path | None = None,
     callbacks: Sequence[Callback] = (),
-    on_round: OnProgress = lambda progress: None,
     say: Say = lambda text: None,
     pool: Pool | None = None,
 ) -> Run:
@@ -66,22 +62,23 @@ def train(
     federation: saves loading the same data again, where several runs share them. backbone: what FedAvg pretraining
     gave an earlier run. pool: trains this run's lanes together with other runs'.
     """
+    check_callbacks(callbacks)
     data = None if data is None else str(data)
     named, source = source, chosen_source(source, data)
     overrides = given(set, method=method, data=data, seed=seed, device=device)
     with ExitStack() as stack:  # holds the folder's lock, taken before anything in it is changed
         if resume:
             path = Path(out) if out is not None else newest_path(default_out(source, resolve(source, overrides)))
-            run, experiment = _resume(path, named, overrides, federation, say, on_round, stack)
+            run, experiment = _resume(path, named, overrides, federation, say, callbacks, stack)
         else:
             config = resolve(source, overrides)
             path = Path(out) if out is not None else default_out(source, config)
             new = NewFolder(path, out is not None or overwrite, config, overwrite, stack)
-            experiment = build(config, backbone, say, federation, lambda inner: _pretrain(inner, new.made, on_round))
+            experiment = build(config, backbone, say, federation, lambda inner: _pretrain(inner, new.made, callbacks))
             run = Run(new.made, config)
         experiment.model.pool = pool
         about = {} if resume else {"source": made_from(source, config)}
-        _train(run, experiment, (OnRound(on_round), *callbacks), about if not resume else None)
+        _train(run, experiment, callbacks, about if not resume else None)
     asked, empty = experiment.model.lane_steps
     if asked:
         say(f"{asked:,} lane-steps; {empty / (asked + empty):.1%} of slots idle")
@@ -90,8 +87,7 @@ def train(
 
 def run_in(experiment: Experiment, path: Path, callbacks: Sequence[Callback], resume: bool, overwrite: bool) -> Run:
     """Trains an experiment made from Python objects in a folder; returns the run."""
-    if not isinstance(callbacks, Sequence) or not all(isinstance(c, Callback) for c in callbacks):
-        raise InputError("callbacks must be a list of objects, such as [callbacks.EarlyStopping()]")
+    check_callbacks(callbacks)
     config = describe(experiment)
     with ExitStack() as stack:
         if resume:
@@ -132,7 +128,7 @@ def _train(run: Run, experiment: Experiment, callbacks: Sequence[Callback], abou
         conclude(run, experiment, row)
 
 
-def _pretrain(inner: Experiment, folder: RunFolder, on_round: OnProgress) -> None:
+def _pretrain(inner: Experiment, folder: RunFolder, callbacks: Sequence[Callback]) -> None:
     """FedAvg pretraining as a run inside the run, so that it is saved and resumed like any other."""
     folder.write_json("data.json", inner.federation.facts())  # what a resumed run must find again
     home = RunFolder(folder.path / "pretrain")
@@ -140,7 +136,7 @@ def _pretrain(inner: Experiment, folder: RunFolder, on_round: OnProgress) -> Non
     if saved is not None:
         inner.restore(saved)
     with resumable(folder.path):
-        train_in(inner, home, [OnRound(on_round)], stage="pretraining")
+        train_in(inner, home, [OnRound(c.round) for c in callbacks], stage="pretraining")
     shutil.rmtree(home.checkpoints)  # its result is backbone.safetensors; its metrics.jsonl stays
 
 
@@ -150,7 +146,7 @@ def _resume(
     overrides: dict[str, Any],
     federation: Federation | None,
     say: Say,
-    on_round: OnProgress,
+    callbacks: Sequence[Callback],
     stack: ExitStack,
 ) -> tuple[Run, Experiment]:
     """The run as its folder describes it. Only the device, its lanes, the number of rounds and where your own data and
@@ -171,7 +167,7 @@ def _resume(
     federation = federation or federation_of(config)
     folder.check_data(federation.facts())
     experiment = build(
-        config, folder.backbone, say, federation, pretrain=lambda inner: _pretrain(inner, folder, on_round)
+        config, folder.backbone, say, federation, pretrain=lambda inner: _pretrain(inner, folder, callbacks)
     )
     more = _continue(experiment, folder, saved)
     write_atomic(path / "config.toml", config.toml().encode())

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..callbacks import Callback
 from ..config import Config, federation_of, resolve
 from ..config.settings import Settings, absolute, for_method, given, moved
 from ..data import Federation
@@ -17,7 +18,7 @@ from ..report import standings, write_report
 from ..runs.folder import write_atomic
 from ..runs.names import resumable, whole_name
 from ..runs.run import Run, load
-from ..runs.train import OnProgress, train
+from ..runs.train import train
 from .plan import Plan, begun, check_all, choose_methods, keep_backbone, shared_backbone
 from .workers import OnRun, Train, Trainings
 
@@ -70,7 +71,7 @@ def compare(
     resume: bool = False,
     jobs: int = 1,
     on_run: OnRun = lambda finished, total, name: None,
-    on_round: OnProgress = lambda progress: None,
+    callbacks: Sequence[Callback] = (),
     say: Say = lambda text: None,
 ) -> Comparison:
     """Trains every method with every seed on one split, and writes the tables and a report.
@@ -78,7 +79,7 @@ def compare(
     source: a preset or a TOML file. methods: a list or `a,b,c`; by default all. seeds: how many; by default 1.
     resume: keeps finished runs and continues the others; more methods or seeds than planned are added.
     jobs: processes of one thread each that share the runs; 0 is as many as is sensible here. With more than one, the
-    caller's module needs `if __name__ == "__main__"`.
+    caller's module needs `if __name__ == "__main__"`. callbacks: hear of runs that are trained one after another.
     """
     settings = given(set, data=data, device=device)
     if seeds is not None and seeds < 1:
@@ -90,7 +91,7 @@ def compare(
         federation = federation or _continue(found, source, methods, seeds, settings)
         work = Trainings(found.names, found.finished, _trainer(found, here, federation), found.write_tables)
         with resumable(found.path, found.command):
-            work.run(jobs, federation.device, on_run, on_round, say, (_worker, found.path, here))
+            work.run(jobs, federation.device, on_run, callbacks, say, (_worker, found.path, here))
             found.write_tables()
             write_report(found.runs, found.path / "report.html")
     return found
@@ -157,7 +158,7 @@ def _worker(path: Path, here: Settings) -> Train:
 
 
 def _trainer(found: Comparison, here: Settings, federation: Federation) -> Train:
-    def one(name: str, on_round: OnProgress, say: Say, pool: Pool | None) -> None:
+    def one(name: str, callbacks: Sequence[Callback], say: Say, pool: Pool | None) -> None:
         path = found.path / name
         started, shared = begun(path), shared_backbone(found.path, found.config(name, here))
         with found.training(name):
@@ -168,7 +169,7 @@ def _trainer(found: Comparison, here: Settings, federation: Federation) -> Train
                 resume=started,
                 federation=federation,
                 backbone=shared if shared is not None and shared.is_file() else None,
-                on_round=on_round,
+                callbacks=callbacks,
                 say=say,
                 pool=pool,
             )

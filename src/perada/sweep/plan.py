@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from ..callbacks import OnRound
+from ..callbacks import Callback
 from ..config import Config, federation_of, resolve
 from ..config.objects import build, pretraining
 from ..config.settings import MOVED, Settings
@@ -24,7 +24,6 @@ from ..runs.folder import RunFolder, locked, write_atomic
 from ..runs.loop import train_in
 from ..runs.names import chosen_source, free_path, newest_path, resumable, source_name, whole_name
 from ..runs.rows import Evaluation
-from ..runs.train import OnProgress
 
 
 def choose_methods(methods: str | Sequence[str] | None) -> list[str]:
@@ -205,7 +204,7 @@ def validated(
     path: Path,
     config: Config,
     federation: Federation,
-    on_round: OnProgress,
+    callbacks: Sequence[Callback],
     say: Say,
     splits: Sequence[str] = ("val",),
     pool: Pool | None = None,
@@ -226,4 +225,4 @@ def validated(
         experiment.restore(saved)
     folder.cut_metrics(experiment.now.round)
     experiment.model.pool = pool
-    return train_in(experiment, folder, [OnRound(on_round)], splits)
+    return train_in(experiment, folder, callbacks, splits)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..callbacks import Callback
 from ..config import Config, resolve, toml_value, tune_grid
 from ..config.objects import check
 from ..config.settings import Settings, absolute, check_grid, for_method, given, grid_of, moved, of_method
@@ -22,7 +23,6 @@ from ..methods import REGISTRY
 from ..runs.folder import write_atomic
 from ..runs.jsonfiles import read_rows
 from ..runs.names import resumable, whole_name
-from ..runs.train import OnProgress
 from .plan import Plan, begun, check_all, choose_methods, validated
 from .workers import OnRun, Train, Trainings, shares
 
@@ -91,13 +91,13 @@ def tune(
     out: str | Path | None = None,
     resume: bool = False,
     on_run: OnRun = lambda finished, total, name: None,
-    on_round: OnProgress = lambda progress: None,
+    callbacks: Sequence[Callback] = (),
     say: Say = lambda text: None,
 ) -> Search:
     """Trains every point of every method's grid, evaluates it on local validation data, and writes `tuned.toml`.
 
     source: a preset or a TOML file. methods: a list or `a,b,c`; by default all. grid: values to try for a key instead
-    of the paper's. A setting in `set` is not searched.
+    of the paper's. A setting in `set` is not searched. callbacks: hear of points that are trained one after another.
     """
     settings = given(set, data=data, device=device)
     search, chosen = Search.at(source, data, out, resume)
@@ -111,7 +111,7 @@ def tune(
         jobs = 0 if shares(federation.device) else 1
         work = Trainings(list(points), search.finished, _trainer(search, points, settings, federation))
         with resumable(search.path, search.command):
-            work.run(jobs, federation.device, on_run, on_round, say)
+            work.run(jobs, federation.device, on_run, callbacks, say)
             search.write_tuned()
     return search
 
@@ -176,13 +176,13 @@ def _trainer(
 ) -> Train:
     """Returns what trains a point: in a run folder of its own until its score is written down."""
 
-    def one(name: str, on_round: OnProgress, say: Say, pool: Pool | None) -> None:
+    def one(name: str, callbacks: Sequence[Callback], say: Say, pool: Pool | None) -> None:
         config = _config(search, points[name], settings)
         path = search.path / ("current" if pool is None else f"current-{list(points).index(name)}")
         if begun(path) and (path / "config.toml").read_text() != config.toml():
             shutil.rmtree(path)  # of another point
         with search.training(name):
-            last = validated(search.path, path, config, federation, on_round, say, pool=pool)
+            last = validated(search.path, path, config, federation, callbacks, say, pool=pool)
             search.record({**points[name], "local_val": last.scores["local_val"].mean})
             shutil.rmtree(path)
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context, parent_process
 from multiprocessing.process import BaseProcess
 from queue import Empty
@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
+from ..callbacks import Callback, OnRound
 from ..errors import Interrupted, RunError
 from ..experiment import Say
 from ..lanes import Pool
 from ..lanes.machine import cores, keep_memory
 from ..runs.moment import Progress
-from ..runs.train import OnProgress
 
 OnRun = Callable[[int, int, str], None]  # finished runs, all runs, the name of the one that begins
-Train = Callable[[str, OnProgress, Say, Pool | None], None]
+Train = Callable[[str, Sequence[Callback], Say, Pool | None], None]
 
 
 def jobs_for(runs: int, device: torch.device) -> int:
@@ -55,7 +55,7 @@ class Trainings:
         jobs: int,
         device: torch.device,
         on_run: OnRun,
-        on_round: OnProgress,
+        callbacks: Sequence[Callback],
         say: Say,
         worker: tuple[Any, ...] | None = None,
     ) -> None:
@@ -76,10 +76,10 @@ class Trainings:
 
         def pooled(name: str, pool: Pool) -> None:
             def heard(progress: Progress) -> None:
-                _warn(name, progress, speak)
+                _warn(name, speak, progress)
                 tell(f"{name} and others, round {progress.round} of {progress.rounds}")
 
-            self.train(name, heard, speak, pool)
+            self.train(name, [OnRound(heard)], speak, pool)
 
         tell(left[0] if left else "done")
         jobs = jobs or jobs_for(len(left), device)
@@ -90,11 +90,11 @@ class Trainings:
         else:
             for name in left:
                 tell(name)
-                self.train(name, on_round, speak, None)
+                self.train(name, callbacks, speak, None)
                 done(name)
 
 
-def _warn(name: str, progress: Progress, say: Say) -> None:
+def _warn(name: str, say: Say, progress: Progress) -> None:
     for client in progress.failed:
         say(f"warning: {name}: {client}: training stopped being finite; its last state is kept")
 
@@ -210,7 +210,7 @@ def _process(tasks: Any, results: Any, worker: Callable[..., Train], args: tuple
             results.put(("said", text))
 
         for name in iter(tasks.get, None):
-            train(name, lambda progress, name=name: _warn(name, progress, say), say, None)  # type: ignore[misc]
+            train(name, [OnRound(partial(_warn, name, say))], say, None)
             results.put(("done", name))
     except KeyboardInterrupt:
         results.put((KeyboardInterrupt(), ""))
