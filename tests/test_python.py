@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,14 +68,16 @@ def fed() -> perada.Federation:
     return perada.Federation.from_arrays(ARRAYS, val=0.15, test=0.2)
 
 
-def made(fed: perada.Federation, method: Method | None = None, rounds: int = 3, **more: Any) -> Experiment:
+def made(
+    fed: perada.Federation, method: Method | None = None, rounds: int = 3, public: Tensor = PUBLIC, **more: Any
+) -> Experiment:
     return perada.Experiment(
         Net(),
         fed,
         method or PerAda(lam=0.5),
         adapter=perada.adapters.Residual(dropout=0.1),
         head="classify",
-        public=PUBLIC,
+        public=public,
         train=perada.Train(rounds=rounds, cohort=2, epochs=1, batch=8, lr=0.05),
         distill=perada.Distill(steps=3, batch=16, candidates=(1,)),
         device="cpu",
@@ -407,6 +411,51 @@ def test_other_weights_are_refused_on_a_resume(fed: perada.Federation, whole: pe
         exp.net.squeeze.weight.add_(1.0)  # type: ignore[union-attr]
     with pytest.raises(InputError, match="the network's weights are not those of"):
         exp.run(whole.path, resume=True)
+
+
+def test_other_public_images_are_refused_on_a_resume(fed: perada.Federation, whole: perada.Run, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole.path, path)
+    with pytest.raises(InputError, match="the public images are not those that"):
+        made(fed, rounds=4, public=PUBLIC.flip(-1)).run(path, resume=True)
+    assert adapters(path) == adapters(whole.path)
+    about = json.loads((path / "data.json").read_text())
+    assert len(about.pop("public")) == 64
+    (path / "data.json").write_text(json.dumps(about))  # as an older version wrote it
+    made(fed, rounds=4, public=PUBLIC.flip(-1)).run(path, resume=True)
+
+
+class Bare:
+    """A method that is not a dataclass."""
+
+    parts, init, personal = FedAvg.parts, FedAvg.init, FedAvg.personal
+    client_update, server_update = FedAvg.client_update, FedAvg.server_update
+
+
+class Plain(Bare):
+    """It has an argument, which nobody can ask it for."""
+
+    def __init__(self, strength: float) -> None:
+        self.strength = strength
+
+
+class Extended(FedAvg):
+    """A subclass of a dataclass that is not one itself."""
+
+    def __init__(self, strength: float) -> None:
+        object.__setattr__(self, "strength", strength)
+
+
+@pytest.mark.parametrize("method", [Plain(3.0), Extended(3.0)], ids=lambda m: type(m).__name__)
+def test_a_method_whose_arguments_a_folder_would_lose_is_not_saved(
+    method: Method, fed: perada.Federation, tmp_path: Path
+) -> None:
+    exp = made(fed, method=method)
+    exp.round()
+    with pytest.raises(InputError, match=f"cannot keep the arguments of {type(method).__name__}: make it a frozen"):
+        exp.run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    made(fed, method=Bare(), rounds=1).run(tmp_path / "run")  # type: ignore[arg-type]
 
 
 # What a user gets wrong.

@@ -25,7 +25,7 @@ from perada.lanes import bytes_per_lane, memory, replay
 from perada.lanes.machine import precision_of
 from perada.runs import loop as rounds
 from perada.runs.folder import RunFolder
-from perada.runs.loop import Saver
+from perada.runs.train import Saver
 
 # Counting.
 
@@ -105,7 +105,7 @@ def test_evaluation_changes_nothing() -> None:
 
 def test_checkpoints_written_beside_the_training_are_written_in_order_and_failures_are_raised() -> None:
     written: list[int] = []
-    saver = Saver(beside=True)
+    saver = Saver(background=True)
     for i in range(20):
         saver.take(lambda i=i: written.append(i))  # type: ignore[misc]
     saver.close()
@@ -114,12 +114,12 @@ def test_checkpoints_written_beside_the_training_are_written_in_order_and_failur
     def full() -> None:
         raise RunError("cannot write: no space")
 
-    saver = Saver(beside=True)
+    saver = Saver(background=True)
     saver.take(full)
     with pytest.raises(RunError, match="no space"):
         saver.take(lambda: None)
     saver.close()
-    saver = Saver(beside=True)
+    saver = Saver(background=True)
     saver.take(full)
     with pytest.raises(RunError, match="no space"):
         saver.close()
@@ -128,7 +128,7 @@ def test_checkpoints_written_beside_the_training_are_written_in_order_and_failur
 def test_no_checkpoint_is_due_while_one_is_written() -> None:
     """To take it would be to wait, and on a GPU all that are trained together would."""
     time, go = [0.0], threading.Event()
-    saver = Saver(beside=True, now=lambda: time[0])
+    saver = Saver(background=True, now=lambda: time[0])
     saver.take(lambda: [go.wait(60)].clear())
     time[0] = 1e6
     assert not saver.due()

@@ -6,6 +6,7 @@ this machine, or sites behind a network.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from .client.cohort import SPLITS, Cohort, LocalCohort, Uploads
 from .client.scores import Scores, logits_on, score
 from .client.trainer import Train, Trainer, sample_loss
 from .data import Federation
+from .data.public import Chunks
 from .errors import InputError
 from .lanes import LaneModel, State, get_ready, repeat, rng_of
 from .lanes.machine import arithmetic, device_of, precision_of
@@ -116,6 +118,13 @@ class Experiment:
     def distils(self) -> bool:
         """Whether public images are needed."""
         return self.method.parts.distils and self.distill.steps > 0
+
+    @property
+    def public_digest(self) -> str:
+        """The sha256 of the public images; empty without any."""
+        if not isinstance(self.public, Chunks):
+            return ""
+        return hashlib.sha256(self.public.images.cpu().contiguous().numpy().data).hexdigest()
 
     def _chunks(self, images: Tensor | None) -> Sequence[Any]:
         """Returns the public images, prepared in chunks of equal size."""

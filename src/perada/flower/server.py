@@ -15,10 +15,9 @@ from ..errors import InputError
 from ..experiment import Experiment
 from ..lanes.machine import device_of
 from ..runs.folder import Checkpoint, RunFolder
-from ..runs.loop import train_in
 from ..runs.moment import Progress
 from ..runs.run import Run
-from ..runs.train import conclude
+from ..runs.train import conclude, train_in
 from .client import backbone_state, planned_network, shapes_of, weights_digest
 from .cohort import FlowerCohort, Step
 from .link import Link

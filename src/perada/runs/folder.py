@@ -269,7 +269,7 @@ class RunFolder:
     def check_data(self, facts: Mapping[str, Any]) -> None:
         """Refuse data that are not those the run was made with: a client's model would be another's, or tested on
         what it was trained on. What an older version did not write is not asked for."""
-        known = {**facts, **{k: v for k, v in self.about().items() if k != "source"}}
+        known = {**facts, **{k: v for k, v in self.about().items() if k in facts}}
         if known == json.loads(json.dumps(facts)):
             return
         old, new = known["clients"], facts["clients"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from ..config import Config, resolve
-from ..config.settings import MACHINE, anywhere, given
+from ..config.settings import MACHINE, RESUMED, different, given
 from ..errors import InputError, Interrupted, RunError
 from .folder import RunFolder, locked
 
@@ -97,25 +96,27 @@ class NewFolder:
 
 
 def made_from(source: str, config: Config) -> dict[str, Any]:
-    """What data.json says about the preset or file that a run is made from."""
-    found = resolve(source, given(method=config.method_name)).flat()
-    return {"name": whole_name(source), "settings": json.loads(json.dumps(found))}
+    """Returns what data.json says about the preset or file that a run is made from."""
+    return {"name": whole_name(source), "settings": resolve(source, given(method=config.method_name)).flat()}
 
 
-def refuse_other(folder: RunFolder, source: str, config: Config, checked: Collection[str]) -> None:
-    """Refuses a preset or file that is not what the run was made from, `checked` settings left out."""
-    made, now = folder.about().get("source"), made_from(source, config)
+def refuse_other_settings(path: Path, stored: Config, config: Config) -> None:
+    """Refuses to resume a run with another value of a setting that makes it a different run."""
+    if other := different(config.flat(), stored.flat(), RESUMED):
+        raise InputError(f"{path} was made with another {other}: give the old one, or choose another folder")
+
+
+def refuse_other_source(folder: RunFolder, source: str, config: Config, overrides: Collection[str]) -> None:
+    """Refuses a preset or file that says something else than the one that the run was made from."""
+    made = folder.about().get("source")
     if made is None or (made["name"] == source and not source.endswith(".toml")):
-        return  # by an older version; or the same preset, whatever it says today
-    settings = {k: anywhere(k, v) for k, v in now["settings"].items() if k not in (*checked, *MACHINE)}
-    stored = json.loads(json.dumps(config.flat()))
-    for known in (stored, made["settings"]):
-        known = {**stored, **known}  # of a key that is newer than the run, today's default
-        other = [k for k, v in settings.items() if anywhere(k, known.get(k)) != v]
-        if not other:
+        return  # an older version made the run; or it is the same preset, whatever that says today
+    settings, stored = made_from(source, config)["settings"], config.flat()
+    for known in (stored, {**stored, **made["settings"]}):  # a key newer than the run has today's default
+        if not (other := different(settings, known, (*overrides, *MACHINE))):
             return
     raise InputError(
-        f"{folder.path} was made from {made['name']} with another {other[0]}: resume it without {source}, "
+        f"{folder.path} was made from {made['name']} with another {other}: resume it without {source}, "
         "or choose another --out"
     )
 

@@ -27,7 +27,7 @@ from .names import not_empty
 OWN = {"local": "local_test", "val": "local_val", "global": "global_test"}  # test sets that every run has
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
     warnings.warn(text, stacklevel=3)
 
 
@@ -43,7 +43,7 @@ class Run:
         self,
         folder: RunFolder,
         config: Config,
-        say: Say = _warn,
+        say: Say = warn,
         data_given: bool = False,
         net: nn.Module | None = None,
         federation: Federation | None = None,
@@ -57,7 +57,7 @@ class Run:
         if federation is not None:
             federation = federation.to(device_of(config.run.device))
             folder.check_data(federation.facts())
-            self.__dict__["federation"] = federation
+            self.federation = federation
 
     @cached_property
     def experiment(self) -> Experiment:
@@ -192,7 +192,7 @@ def load(
     *,
     data: str | Path | None = None,
     device: str = "auto",
-    say: Say = _warn,
+    say: Say = warn,
     model: nn.Module | None = None,
     federation: Federation | None = None,
 ) -> Run:

@@ -21,9 +21,9 @@ from ..experiment import Experiment, Say
 from ..lanes import Pool
 from ..methods import REGISTRY, check_name
 from ..runs.folder import RunFolder, locked, write_atomic
-from ..runs.loop import train_in
 from ..runs.names import chosen_source, free_path, newest_path, resumable, source_name, whole_name
 from ..runs.rows import Evaluation
+from ..runs.train import train_in
 
 
 def choose_methods(methods: str | Sequence[str] | None) -> list[str]:
