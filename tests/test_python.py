@@ -23,9 +23,8 @@ from perada.client.scores import Scores
 from perada.errors import InputError
 from perada.experiment import Experiment
 from perada.methods import Ditto, FedAvg, FedAvgFT, Method, PerAda
-from perada.runs.moment import Progress
+from perada.runs.moment import Evaluation, Progress
 from perada.runs.options import RunOptions
-from perada.runs.rows import Evaluation
 
 DRAW = np.random.default_rng(0)
 CLASSES = 3

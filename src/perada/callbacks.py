@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import InputError
-from .runs.rows import Evaluation
+from .runs.moment import Evaluation
 
 if TYPE_CHECKING:
     from .experiment import Experiment

@@ -27,10 +27,9 @@ from .lanes import LaneModel, State, get_ready, repeat, rng_of
 from .lanes.machine import arithmetic, device_of, precision_of
 from .methods import Finisher, Method
 from .models import BACKBONES, Backbone
-from .runs.folder import Checkpoint, RunFolder
-from .runs.moment import Moment, Progress
+from .runs.folder import RunFolder
+from .runs.moment import Checkpoint, Evaluation, Moment, Progress
 from .runs.options import RunOptions, check_fit, check_kinds, run_options
-from .runs.rows import Evaluation
 from .server.distill import Distill, public_chunks
 from .server.guard import Server
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from ..config import resolve
 from ..errors import InputError
-from ..runs.folder import Checkpoint, RunFolder, write_atomic
+from ..runs.folder import RunFolder, write_atomic
+from ..runs.moment import Checkpoint
 from .settings import ServerSettings, checked_name
 
 KEYS = ("federation", "run", "rounds", "sites", "data", "start", "start_round")  # of flower.json, beside what changes

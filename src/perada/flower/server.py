@@ -14,8 +14,8 @@ from ..config import build
 from ..errors import InputError
 from ..experiment import Experiment
 from ..lanes.machine import device_of
-from ..runs.folder import Checkpoint, RunFolder
-from ..runs.moment import Progress
+from ..runs.folder import RunFolder
+from ..runs.moment import Checkpoint, Progress
 from ..runs.run import Run
 from ..runs.train import conclude, train_in
 from .client import backbone_state, planned_network, shapes_of, weights_digest

@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import Damaged, InputError
 from ..methods import method_sizes
 from ..models import count_groups
-from ..runs.rows import Evaluation
+from ..runs.moment import Evaluation
 
 if TYPE_CHECKING:
     from ..config import Config

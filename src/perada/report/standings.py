@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..methods import REGISTRY
-from ..runs.rows import Evaluation
+from ..runs.moment import Evaluation
 from .facts import mean_and_std
 from .svg import millions
 

@@ -12,8 +12,8 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ..errors import Damaged, InputError
 from ..lanes import State
-from .jsonfiles import fits, read_object, read_rows
-from .rows import Evaluation
+from .moment import Checkpoint, Evaluation
 
 try:
     import fcntl
@@ -42,6 +41,7 @@ PARTS = {
     "checkpoints",
     "pretrain",
 }
+Kinds = Mapping[str, type | UnionType]  # of the values of a JSON object
 
 
 def jsonable(value: Any) -> Any:
@@ -51,6 +51,38 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [jsonable(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def fits(value: Any, kinds: Kinds) -> bool:
+    """Whether it has all these keys, with values of these kinds."""
+    return isinstance(value, dict) and all(k in value and isinstance(value[k], kind) for k, kind in kinds.items())
+
+
+def read_object(path: Path, kinds: Kinds, advice: str) -> dict[str, Any]:
+    """Returns a JSON object with values of these kinds. advice: what to do about a damaged file."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text("utf8"))
+    except ValueError:  # no JSON, or no text
+        found = {}
+    if not fits(found, kinds):
+        raise Damaged(f"{path} is damaged: {advice}")
+    return found
+
+
+def read_rows(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
+    """Returns the lines of a .jsonl file, none without a file; skips a last one that a kill cut off."""
+    lines = path.read_text("utf8", "replace").splitlines() if path.is_file() else []
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if fits(row, kinds):
+            rows.append(row)
+        elif number < len(lines):
+            raise Damaged(f"{path} is damaged: remove its line {number}")
+    return rows
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -165,17 +197,6 @@ def _empty(path: Path) -> None:
 
 def _round(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("round-"))
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What a finished round leaves behind; one state a client, none where clients keep nothing."""
-
-    round: int
-    server: State
-    broadcast: State
-    clients: list[State]
-    note: dict[str, Any]  # small numbers that go into state.json
 
 
 class RunFolder:

@@ -29,6 +29,7 @@ from ..methods import sizes_of
 from ..models import same_weights
 from ..report import write_report
 from .folder import RunFolder, locked, write_atomic
+from .moment import Evaluation
 from .names import (
     NewFolder,
     chosen_source,
@@ -39,7 +40,6 @@ from .names import (
     refuse_other_source,
     resumable,
 )
-from .rows import Evaluation
 from .run import Run, warn
 
 MARKS = {"gathered": "gathered", "trained": "updated"}  # names of the boundaries inside a round

@@ -21,8 +21,8 @@ from ..experiment import Experiment, Say
 from ..lanes import Pool
 from ..methods import REGISTRY, check_name
 from ..runs.folder import RunFolder, locked, write_atomic
+from ..runs.moment import Evaluation
 from ..runs.names import chosen_source, free_path, newest_path, resumable, source_name, whole_name
-from ..runs.rows import Evaluation
 from ..runs.train import train_in
 
 

@@ -20,8 +20,7 @@ from ..errors import InputError
 from ..experiment import Say
 from ..lanes import Pool
 from ..methods import REGISTRY
-from ..runs.folder import write_atomic
-from ..runs.jsonfiles import read_rows
+from ..runs.folder import read_rows, write_atomic
 from ..runs.names import resumable, whole_name
 from .plan import Plan, begun, check_all, choose_methods, validated
 from .workers import OnRun, Train, Trainings, shares
