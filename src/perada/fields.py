@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from .errors import InputError
+from .errors import InputError, unknown
 
+Options = TypeVar("Options")
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -30,6 +31,15 @@ def coerce(value: Any, kind: Any, name: str) -> Any:
     if kind is float and not math.isfinite(value):
         raise InputError(f"{name} must be a finite number, not {value}")
     return value
+
+
+def made(kind: type[Options], values: Mapping[str, Any]) -> Options:
+    """Returns an object of a dataclass of options; refuses an unknown option."""
+    known = get_type_hints(kind)
+    for name in values:
+        if name not in known:
+            raise unknown("option", name, known)
+    return kind(**values)
 
 
 def check_fields(options: object, least: Mapping[str, int] | None = None, positive: tuple[str, ...] = ()) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import InputError, unknown
-from ..fields import check_fields
+from ..errors import InputError
+from ..fields import check_fields, made
 from ..plugins import check
 from .named import GROUP, SOURCES
 
@@ -68,11 +68,7 @@ class DataOptions:
     @classmethod
     def of(cls, **options: Any) -> DataOptions:
         """Returns the options, or refuses a wrong name or value in one line."""
-        known = cls.__dataclass_fields__
-        for name in options:
-            if name not in known:
-                raise unknown("option", name, known)
         try:
-            return cls(**options)
+            return made(cls, options)
         except ValueError as error:
             raise InputError(f"DataOptions.{error}") from error

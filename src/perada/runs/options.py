@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ..client.trainer import Train
 from ..data import Federation
-from ..errors import InputError, unknown
+from ..errors import InputError
 from ..fields import check_fields
 from ..methods import Method
 from ..server.distill import Distill
@@ -35,14 +34,6 @@ class RunOptions:
             raise InputError(f"RunOptions.seed must be below 2^63, not {self.seed}")
 
 
-def run_options(values: Mapping[str, Any]) -> RunOptions:
-    """Returns the options of a run; refuses an unknown one."""
-    for name in values:
-        if name not in RunOptions.__dataclass_fields__:
-            raise unknown("option", name, RunOptions.__dataclass_fields__)
-    return RunOptions(**values)
-
-
 def check_kinds(federation: Federation, method: Method, train: Train, distill: Distill) -> None:
     """Refuses arguments of the wrong type."""
     for name, value, kind in (
@@ -61,8 +52,7 @@ def check_fit(federation: Federation, method: Method, train: Train, distill: Dis
     """Refuses settings that do not fit the data or the method. local: whether the clients are on this machine."""
     parts, clients = method.parts, len(federation.clients)
     if parts.own_step and train.momentum:
-        name = type(method).__name__
-        raise InputError(f"{name} has its own step, without momentum: set Train.momentum to 0")
+        raise InputError(f"{type(method).__name__} has its own step, without momentum: set Train.momentum to 0")
     if not local:
         return
     if train.cohort > clients:
