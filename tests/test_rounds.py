@@ -23,7 +23,7 @@ from perada.data.public import Chunks
 from perada.errors import InputError, RunError
 from perada.lanes import bytes_per_lane, memory, replay
 from perada.lanes.machine import precision_of
-from perada.runs import loop as rounds
+from perada.runs import train as rounds
 from perada.runs.folder import RunFolder
 from perada.runs.train import Saver
 
@@ -146,14 +146,14 @@ class Patient(Saver):
             wait([self._last])
 
 
-@pytest.mark.parametrize(("beside", "saved"), [(True, [3, 6, 7]), (False, [1, 2, 3, 4, 5, 6, 7])])
+@pytest.mark.parametrize(("background", "saved"), [(True, [3, 6, 7]), (False, [1, 2, 3, 4, 5, 6, 7])])
 def test_short_rounds_are_not_all_saved_where_that_stops_a_gpu(
-    beside: bool, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    background: bool, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounds of two seconds, at least five seconds from one checkpoint to the next; the last one always."""
     sim = build(small(method__name="perada-no-kd", train__rounds=7))
     monkeypatch.setattr(rounds, "PAUSE", 5.0)
-    monkeypatch.setattr(rounds, "Saver", lambda **_: Patient(beside, now=lambda: 2.0 * sim.now.round))
+    monkeypatch.setattr(rounds, "Saver", lambda **_: Patient(background, now=lambda: 2.0 * sim.now.round))
     seen, real = [], sim.snapshot
     monkeypatch.setattr(sim, "snapshot", lambda folder: seen.append(sim.now.round) or real(folder))
     rounds.train_in(sim, RunFolder(tmp_path))
