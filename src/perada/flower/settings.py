@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config import Config, from_tables, presets, resolve, section, toml_value
+from ..config import Config, from_tables, presets, read_toml, resolve, section, toml_value
 from ..data import VALIDATION, is_public_name
 from ..data.images import IMAGENET
 from ..errors import InputError, unknown
@@ -23,19 +22,20 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 BUILT_IN_WEIGHTS = ("embedded", "random")  # a site makes these itself; the server sends all others
 SHARED_DATA = ("size", "val", "test", "seed", "normalise", "augment", "resident", "meta_min", "uncertain")
 MAX_ROUND = 10**6
+ADVICE = ": `perada flower init` makes one"
 GREY = {"data": ((0.5,), (0.25,)), "imagenet": ((0.449,), (0.226,))}  # mean and deviation of one-channel images
 
 
 def checked_name(what: str, name: str) -> str:
-    """Returns a name that is safe in a path on any machine; ValueError for any other."""
+    """Returns a name that is safe in a path on any machine; refuses any other."""
     if not NAME.fullmatch(name):
-        raise ValueError(f"{what} must be letters, digits, dots, dashes and underscores (at most 64), not {name!r}")
+        raise InputError(f"{what} must be letters, digits, dots, dashes and underscores (at most 64), not {name!r}")
     return name
 
 
 def _check_federation(what: str, name: str) -> None:
     if checked_name(what, name).lower() in ("flower", "runs"):
-        raise ValueError(f"{what} {name!r} is the name of a folder in state/: choose another")
+        raise InputError(f"{what} {name!r} is the name of a folder in state/: choose another")
 
 
 def is_run_id(text: str) -> bool:
@@ -56,7 +56,7 @@ class FederationOptions:
     test: str = ""  # a labelled public test set at the server, for the global model
 
     def __post_init__(self) -> None:
-        _check_federation("name", self.name)
+        _check_federation("FederationOptions.name", self.name)
         if not self.sites:
             raise ValueError("sites must name at least one site")
         for what, names in (("sites", self.sites), ("classes", self.classes)):
@@ -64,7 +64,7 @@ class FederationOptions:
             if twice is not None:
                 raise ValueError(f"{what}: {twice!r} is there twice")
         for site in self.sites:
-            checked_name("sites", site)
+            checked_name("FederationOptions.sites", site)
         if len(self.classes) < (1 if self.multilabel else 2):
             raise ValueError("classes must name the classes of all sites, at least two")
         if self.channels not in (1, 3):
@@ -104,7 +104,7 @@ class ServerSettings:
     def read(cls, path: str | Path) -> ServerSettings:
         """Reads `[federation]`, `[rounds]` and the sections of any run; paths are relative to the file's folder."""
         file = Path(path).expanduser().absolute()
-        tables = _toml(file)
+        tables = read_toml(file, ADVICE)
         federation = section("federation", FederationOptions, tables.pop("federation", {}))
         rounds = section("rounds", Rounds, tables.pop("rounds", {}))
         federation = replace(
@@ -190,8 +190,8 @@ class SiteSettings:
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("name is empty: fill it in, or give --name NAME")
-        _check_federation("federation", self.federation)
-        checked_name("name", self.name)
+        _check_federation("SiteSettings.federation", self.federation)
+        checked_name("SiteSettings.name", self.name)
         for method in self.methods:
             hyperparameters(method)  # refuses unknown names
         if self.threads < 0:
@@ -208,42 +208,26 @@ class SiteSettings:
     def read(cls, path: str | Path, **given: str | None) -> SiteSettings:
         """Reads site.toml; values that are given replace its own. Paths are relative to the file's folder."""
         file = Path(path).expanduser().absolute()
-        tables = _toml(file)
+        tables = read_toml(file, ADVICE)
         table = tables.pop("site", {})
         if tables:
             raise unknown("section", next(iter(tables)), ["site"])
-        if isinstance(table, dict):
+        if isinstance(table, dict):  # `section` refuses anything else
             table |= {key: value for key, value in given.items() if value}
-        found: SiteSettings = section("site", cls, table)
-        data, state, test = (
-            str(file.parent / Path(name).expanduser()) if name else "" for name in (found.data, found.state, found.test)
-        )
-        return replace(found, data=data, state=state, test=test)
+        site: SiteSettings = section("site", cls, table)
+        paths = {"data": site.data, "state": site.state, "test": site.test}
+        return replace(site, **{k: str(file.parent / Path(v).expanduser()) if v else "" for k, v in paths.items()})
 
     def toml(self) -> str:
         return "[site]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in asdict(self).items())
 
 
-def _toml(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text("utf8"))
-    except FileNotFoundError as error:
-        raise InputError(f"no such file: {file}: `perada flower init` makes one") from error
-    except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:  # bad TOML, or not text
-        raise InputError(f"{file}: not valid TOML: {error}") from error
-
-
 def code_named(config: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the first key of a configuration whose value is `package.module:callable`; empty if there is none."""
-    for table, key in (("model", "backbone"), ("model", "adapter"), ("method", "name"), ("data", "name")):
-        name = str(config[table][key])
-        if (
-            names_code(name) if key == "backbone" else ":" in name
-        ):  # torchvision:NAME is not code of the server's choice
-            return f"{table}.{key}"
-    return ""
+    if names_code(str(config["model"]["backbone"])):  # torchvision:NAME is not code of the server's choice
+        return "model.backbone"
+    keys = (("model", "adapter"), ("method", "name"), ("data", "name"))
+    return next((f"{table}.{key}" for table, key in keys if ":" in str(config[table][key])), "")
 
 
 @dataclass(frozen=True)
@@ -273,29 +257,26 @@ class Plan:
 
     def text(self) -> str:
         """Returns the plan as one line of JSON; equal plans give equal texts."""
-        head = {k: getattr(self, k) for k in ("federation", "classes", "channels", "multilabel", "backbone")}
-        return json.dumps({**head, "config": self.config.as_dict()}, sort_keys=True)
+        return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
     def parse(cls, text: str) -> Plan:
+        """Reads what `text` wrote. Refuses values by which a server would make a site run code or open files."""
         try:
-            plan = json.loads(text)
-            if code := code_named(plan["config"]):  # before any import
+            values = json.loads(text)
+            if code := code_named(values["config"]):  # before any import
                 raise ValueError(f"{code} names a module to import, which a server may not choose at a site")
-            config = from_tables(plan["config"])
-            kinds = {"federation": str, "channels": int, "multilabel": bool, "backbone": str}
-            if any(not isinstance(plan[k], kind) for k, kind in kinds.items()):
-                raise ValueError("a value of the wrong type")
-            classes = tuple(map(str, plan["classes"]))
+            plan: Plan = section("plan", cls, {**values, "config": from_tables(values["config"])})
+            config = plan.config
             if config.model.weights not in BUILT_IN_WEIGHTS or config.distill.data != "none" or config.data.root:
                 raise ValueError("it names files or downloads, which a server may not choose at a site")
-            if not SHA256.fullmatch(plan["backbone"]):
+            if not SHA256.fullmatch(plan.backbone):
                 raise ValueError("backbone is not a sha256")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (InputError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
                 f"the server's plan cannot be read ({error}): do server and site run the same version?"
             ) from error
-        return cls(classes=classes, config=config, **{k: plan[k] for k in kinds})
+        return plan
 
     @property
     def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
