@@ -111,9 +111,8 @@ def probe(address: Address, ca: Path | None, timeout: float = 5.0, starting: boo
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:  # a forwarder whose server is away
             raise NoAnswer("it closed the connection") from error
         except ssl.SSLError as error:
-            raise InputError(
-                f"refused: {address} does not speak TLS ({error.reason}): is it another service, or run with --insecure?"
-            ) from error
+            hint = "is it another service, or run with --insecure?"
+            raise InputError(f"refused: {address} does not speak TLS ({error.reason}): {hint}") from error
         except (HTTPException, ConnectionResetError) as error:
             if context:
                 raise NoAnswer("it closed the connection") from error
