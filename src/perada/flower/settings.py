@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -110,8 +110,8 @@ class ServerSettings:
         federation = replace(
             federation,
             sites=tuple(sorted(federation.sites)),
-            state=str(file.parent / federation.state),
-            test=str(file.parent / federation.test) if federation.test else "",
+            state=_absolute(federation.state or ".", file.parent),
+            test=_absolute(federation.test, file.parent),
         )
         return cls(federation, rounds, _run_config(file, tables, len(federation.sites)))
 
@@ -133,41 +133,36 @@ def _run_config(file: Path, tables: dict[str, Any], sites: int) -> Config:
     for name, values in tables.items():
         if not isinstance(values, dict):
             raise InputError(f"{file}: [{name}] must be a section, not a value")
+    no_data = "has no meaning at a server: the data are at the sites"
     for key in tables.get("data", {}):
         if key not in SHARED_DATA:
-            raise InputError(f"{file}: DataOptions.{key} has no meaning at a server: the data are at the sites")
-    _resolve_path(tables.get("model", {}), "weights", WEIGHTS.__contains__, file.parent)
-    _resolve_path(tables.get("distill", {}), "data", is_public_name, file.parent)
+            raise InputError(f"{file}: DataOptions.{key} {no_data}")
+    for name, key, is_word in (("model", "weights", WEIGHTS.__contains__), ("distill", "data", is_public_name)):
+        path = tables.get(name, {}).get(key)
+        if isinstance(path, str) and not is_word(path):
+            tables[name][key] = _absolute(path, file.parent)
     if preset == "folder":  # its own weights come from simulated pretraining
         tables.setdefault("model", {}).setdefault("weights", "random")
     config = resolve(preset, {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()})
-    if config.distill.data == VALIDATION:
-        raise InputError(f"{file}: Distill.data={VALIDATION} has no meaning at a server: the data are at the sites")
-    if config.data.normalise == "backbone":
-        raise InputError(f"{file}: DataOptions.normalise=backbone works in simulations only: use data or imagenet")
-    if config.distill.guard == "server":
-        raise InputError("Distill.guard=server needs labelled data at the server: use clients or none")
-    if config.model.weights == "fedavg":
-        raise InputError(
-            "ModelOptions.weights=fedavg works in simulations only: train the method fedavg first and name its weights "
-            "file, or use random"
-        )
-    if config.train.cohort > sites:
-        raise InputError(f"Train.cohort={config.train.cohort} but there are {sites} sites: lower it")
-    if code := code_named(config.as_dict()):
-        raise InputError(
-            f"{file}: {code} names a module to import, which a server may not choose at a site: install it at every "
-            "site as an entry point, and give that name"
-        )
+    code = code_named(config.as_dict())
+    simulated = "works in simulations only"
+    for wrong, why in (
+        (config.distill.data == VALIDATION, f"Distill.data={VALIDATION} {no_data}"),
+        (config.distill.guard == "server", "Distill.guard=server needs labelled data at the server: use clients"),
+        (config.data.normalise == "backbone", f"DataOptions.normalise=backbone {simulated}: use data or imagenet"),
+        (config.model.weights == "fedavg", f"ModelOptions.weights=fedavg {simulated}: use random, or name a file"),
+        (config.train.cohort > sites, f"Train.cohort={config.train.cohort} but there are {sites} sites: lower it"),
+        (code, f"{code} names a module to import: install it at every site as an entry point, and give that name"),
+    ):
+        if wrong:
+            raise InputError(f"{file}: {why}")
     data = replace(config.data, name="folder", partition="site", root="")
     return replace(config, data=data, run=replace(config.run, shifts=False))  # shifts need the test images
 
 
-def _resolve_path(table: dict[str, Any], key: str, is_name: Callable[[str], bool], folder: Path) -> None:
-    """Makes a path absolute; a word that names something else stays."""
-    value = table.get(key)
-    if isinstance(value, str) and not is_name(value):
-        table[key] = str(folder / Path(value).expanduser())
+def _absolute(path: str, folder: Path) -> str:
+    """Returns a path that is relative to a folder as an absolute one; an empty one stays empty."""
+    return str(folder / Path(path).expanduser()) if path else ""
 
 
 @dataclass(frozen=True)
@@ -215,8 +210,8 @@ class SiteSettings:
         if isinstance(table, dict):  # `section` refuses anything else
             table |= {key: value for key, value in given.items() if value}
         site: SiteSettings = section("site", cls, table)
-        paths = {"data": site.data, "state": site.state, "test": site.test}
-        return replace(site, **{k: str(file.parent / Path(v).expanduser()) if v else "" for k, v in paths.items()})
+        data, state, test = (_absolute(path, file.parent) for path in (site.data, site.state, site.test))
+        return replace(site, data=data, state=state, test=test)
 
     def toml(self) -> str:
         return "[site]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in asdict(self).items())
