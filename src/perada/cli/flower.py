@@ -152,7 +152,6 @@ def run_command(
     if not resume and (settings.runs() / chosen).exists():
         raise InputError(f"there is a run {chosen} already: --resume continues it, --name NAME starts another")
     follower = collect.Follower(settings.runs() / chosen, say)
-    follower.skip()
     if settings.random_backbone:
         say("warning: the frozen backbone is random: name a pretrained file as ModelOptions.weights in server.toml")
     number = control.start(project.app, chosen, resume, after)
