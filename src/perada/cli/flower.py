@@ -143,10 +143,8 @@ def run_command(
     """Train: start a run at this machine's server and follow it. Ctrl-C stops it; --resume continues it."""
     project = Project.open(folder)
     settings = project.settings()
-    try:
-        _ = name is None or checked_name("--name", name)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    if name is not None:
+        checked_name("--name", name)
     if after:
         collect.pick(project, after)  # refuses an unknown run
     control = Control.open(project.flower())
