@@ -1,7 +1,5 @@
 """`perada flower server` and `perada flower site`: Flower's own processes, watched until they are told to stop."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time
