@@ -1,7 +1,5 @@
 """What the layers of a model share during one pass: its operations, how batch norm works, where gradients go."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -5,8 +5,6 @@ The table was measured with `python benchmarks/conv_kernels.py`. Its output is i
 choice depends on shapes only.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

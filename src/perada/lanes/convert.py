@@ -1,7 +1,5 @@
 """Any torch module -> a `LaneModel`, by replacing only what is trained or mixes samples."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The gradient of many lanes' losses on one mini-batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

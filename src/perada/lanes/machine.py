@@ -1,7 +1,5 @@
 """What the machine is told and asked."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

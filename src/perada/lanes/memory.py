@@ -1,7 +1,5 @@
 """The memory that training a lane needs, measured on a step with two images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

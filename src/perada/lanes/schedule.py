@@ -6,8 +6,6 @@ the device is never asked, and the cheapest of a few schedules is taken: short l
 the longest lane takes its time anyway.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ is a product too. The stem's 7×7 of three channels, stride 2, becomes a 4×4 of
 which suits tensor cores. Without tensor cores (float32) a product of columns is faster than cuDNN on channels_last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
