@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .context import Norm, Slots
+from .layers import Norm, Slots
 from .model import Group, LaneModel
 from .ops import Change
 from .state import State, like, views

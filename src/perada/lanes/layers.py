@@ -5,19 +5,63 @@ layer's template holds lanes, any other is frozen and shared. Without lanes ever
 counterpart, so a module that holds one lane's values is a plain module. Layers share their model's `Context`.
 """
 
-from __future__ import annotations
-
-from typing import Any
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .context import Context
 from .conv import lane_conv2d
-from .ops import Statistics
+from .ops import PLAIN, Ops, Statistics
 from .random import fold, keep_mask, key_of
 from .stem import Stem
+
+Norm = Literal["train", "batch", "running"]
+"""How batch norm normalises: with the batch's statistics, which also update the running ones (train); with the batch's
+statistics only (batch); with the running statistics (running)."""
+
+
+class Slots:
+    """Where the gradients of parameters belong.
+
+    An operation may take a parameter's slot. It then writes the gradient there in the backward pass and gives autograd
+    none. Only the first use of a parameter gets the slot; autograd adds up the gradients of any later use.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor] | None = None, slots: Mapping[str, Tensor] | None = None) -> None:
+        self._free = {id(params[n]): slot for n, slot in slots.items()} if params and slots else {}
+
+    def take(self, parameter: Tensor) -> Tensor | None:
+        """Returns the parameter's slot, or None where it has none or an earlier operation took it."""
+        return self._free.pop(id(parameter), None)
+
+    def is_free(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._free
+
+
+@dataclass
+class Context:
+    """One per model, shared by its layers. `LaneModel` sets it: `ops` on a move to a device, the rest for each pass.
+
+    norm: None means that the layer's own `train()` and `eval()` decide, as in a module used without lanes.
+    """
+
+    ops: Ops = PLAIN
+    norm: Norm | None = None
+    slots: Slots = field(default_factory=Slots)
+
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def recast(layer: nn.Module, kind: type[Layer]) -> Layer:
+    """Returns a layer of another class with the same settings, parameters and buffers."""
+    new = kind.__new__(kind)
+    new.__dict__ = {name: copy.copy(value) for name, value in layer.__dict__.items()}
+    return new
 
 
 def along(tensor: Tensor, y: Tensor, lanes: int, axis: int) -> Tensor:
@@ -36,12 +80,6 @@ def along(tensor: Tensor, y: Tensor, lanes: int, axis: int) -> Tensor:
 class LaneLinear(nn.Linear):
     """A linear layer with weight `[K, out, in]` and bias `[K, out]`, or frozen ones without K."""
 
-    @classmethod
-    def of(cls, layer: nn.Linear) -> LaneLinear:
-        new = cls(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-        new.weight, new.bias = layer.weight, layer.bias
-        return new
-
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 2:
             y = F.linear(x, self.weight)
@@ -54,26 +92,13 @@ class LaneLinear(nn.Linear):
 class LaneConv2d(nn.Conv2d):
     """A convolution with weight `[K, O, I/groups, h, w]`, or a frozen one; an `adapter`, if any, follows it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.adapter: nn.Module | None = None
-        self.context = Context()
+    adapter: nn.Module | None
+    context: Context
 
     @classmethod
-    def of(cls, layer: nn.Conv2d) -> LaneConv2d:
-        new = cls(
-            layer.in_channels,
-            layer.out_channels,
-            layer.kernel_size,
-            layer.stride,
-            layer.padding,
-            layer.dilation,
-            layer.groups,
-            bias=layer.bias is not None,
-            padding_mode=layer.padding_mode,
-            device="meta",
-        )
-        new.weight, new.bias = layer.weight, layer.bias
+    def of(cls, layer: nn.Conv2d) -> Self:
+        new = recast(layer, cls)
+        new.adapter, new.context = None, Context()
         return new
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,7 +141,7 @@ class LaneBatchNorm(nn.Module):
         self.context = Context()
 
     @classmethod
-    def of(cls, layer: nn.modules.batchnorm._BatchNorm) -> LaneBatchNorm:
+    def of(cls, layer: nn.modules.batchnorm._BatchNorm) -> Self:
         if layer.momentum is None or layer.running_mean is None or not layer.affine:
             raise ValueError("a batch norm without affine, running statistics or momentum has no lane-aware form")
         new = cls(layer.num_features, layer.eps, layer.momentum)
@@ -142,12 +167,6 @@ class LaneBatchNorm(nn.Module):
 class LaneLayerNorm(nn.LayerNorm):
     """Layer norm with weight and bias `[K, *shape]`, or frozen ones."""
 
-    @classmethod
-    def of(cls, layer: nn.LayerNorm) -> LaneLayerNorm:
-        new = cls(layer.normalized_shape, layer.eps, bias=layer.bias is not None)
-        new.weight, new.bias = layer.weight, layer.bias
-        return new
-
     def forward(self, x: Tensor) -> Tensor:
         own = len(self.normalized_shape)
         y = F.layer_norm(x, self.normalized_shape, None, None, self.eps)
@@ -157,12 +176,6 @@ class LaneLayerNorm(nn.LayerNorm):
 
 class LaneGroupNorm(nn.GroupNorm):
     """weight and bias `[K, C]`, or frozen ones."""
-
-    @classmethod
-    def of(cls, layer: nn.GroupNorm) -> LaneGroupNorm:
-        new = cls(layer.num_groups, layer.num_channels, layer.eps)
-        new.weight, new.bias = layer.weight, layer.bias
-        return new
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.group_norm(x, self.num_groups, None, None, self.eps)

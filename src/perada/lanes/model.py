@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .context import Context, Norm, Slots
-from .layers import LaneBatchNorm, LaneDropout
+from .layers import Context, LaneBatchNorm, LaneDropout, Norm, Slots
 from .ops import ops_for
 from .state import State, repeat
 from .stem import Stem
@@ -91,10 +90,16 @@ class LaneModel:
 
     @cached_property
     def signature(self) -> Hashable:
-        """Equal for models that compute the same from the same lanes."""
-        from .pool import signature
-
-        return signature(self)
+        """Returns a value that is equal for models that compute the same from the same lanes."""
+        parts: list[Hashable] = [self.compute, self.device, tuple(sorted(self.inert))]
+        trained = {*self._params, *self._buffers}
+        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+            numbers = tensor.detach().double().flatten()
+            draw = torch.linspace(0.5, 1.5, numbers.numel(), dtype=torch.float64, device=numbers.device)
+            frozen = name not in trained and numbers.numel()
+            parts.append((name, tuple(tensor.shape), float((numbers * draw).sum()) if frozen else None))
+        settings = [(n, type(m).__name__, getattr(m, "p", None)) for n, m in self.module.named_modules()]
+        return (*parts, *settings)
 
     @property
     def device(self) -> torch.device:
