@@ -82,7 +82,7 @@ def _lane_norm(layer: _BatchNorm) -> LaneBatchNorm:
     if type(layer).__name__ != "BatchNormAct2d":
         raise ValueError(f"{type(layer).__name__} has no lane-aware form; use nn.BatchNorm2d")
     new = LaneNormAct.of(layer)
-    new.drop, new.act = layer.drop, layer.act
+    new.drop, new.act = layer.drop, layer.act  # type: ignore[assignment]
     return new
 
 

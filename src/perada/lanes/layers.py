@@ -8,12 +8,14 @@ counterpart, so a module that holds one lane's values is a plain module. Layers 
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from ..errors import InputError
 from .conv import lane_conv2d
 from .ops import PLAIN, Ops, Statistics
 from .random import fold, keep_mask, key_of
@@ -200,9 +202,37 @@ class LaneDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.key.dim() == 0 or self.p == 0.0:
             return F.dropout(x, self.p, self.training)
-        keys = fold(self.key, self.salt)
-        keep = keep_mask(keys, x.numel() // keys.shape[0], self.p).view(x.shape)
-        return x * keep * (1.0 / (1.0 - self.p))
+        return _dropped(x, self.p, fold(self.key, self.salt))
+
+
+def _dropped(x: Tensor, p: float, keys: Tensor) -> Tensor:
+    """Returns x `[K·B, ...]` after dropout with the draws of the lanes' keys, int64 `[K]`."""
+    keep = keep_mask(keys, x.numel() // keys.shape[0], p).view(x.shape)
+    return x * keep * (1.0 / (1.0 - p))
+
+
+class LanesInDropout(TorchFunctionMode):
+    """Makes `F.dropout` in a network's own code draw from the lanes' keys, the n-th call of a pass with salt n.
+
+    Without it, `F.dropout(x, p, self.training)` would do nothing, because a network with lanes stays in eval mode.
+    """
+
+    def __init__(self, keys: Tensor) -> None:
+        super().__init__()
+        self.keys, self.calls = keys, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in OTHER_DROPOUTS and kwargs["p"] > 0:
+            raise InputError(f"F.{func.__name__} has no lane-aware form: use F.dropout, or p=0")
+        if func is not F.dropout or kwargs["p"] == 0:
+            return func(*args, **kwargs)
+        (x,), self.calls = args, self.calls + 1
+        y = _dropped(x, kwargs["p"], fold(self.keys, key_of("F.dropout", self.calls) & 0xFFFFFFFF))
+        return x.copy_(y) if kwargs["inplace"] else y
+
+
+OTHER_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 
 
 class ResidualAdapter(nn.Module):
