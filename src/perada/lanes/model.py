@@ -86,7 +86,7 @@ class LaneModel:
         self._buffers = [f"{n}.{b}" for n in norms for b in ("running_mean", "running_var")]
         for layer in layers.values():
             if isinstance(getattr(layer, "context", None), Context):
-                layer.context = self.context  # type: ignore[assignment]
+                layer.context = self.context
 
     @cached_property
     def signature(self) -> Hashable:
