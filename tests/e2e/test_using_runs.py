@@ -343,7 +343,7 @@ def test_an_exported_program_says_what_the_model_says(
 def test_an_onnx_file_needs_its_extra(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("perada.predict.export.find_spec", lambda name: None)
+    monkeypatch.setattr("perada.predict.personal.find_spec", lambda name: None)
     out = tmp_path / "x.onnx"
     assert cli.main(["export", str(run), "--client", "client-01", "--out", str(out)]) == 2
     assert "pip install 'perada[onnx]'" in capsys.readouterr().err

@@ -270,7 +270,7 @@ from perada.flower import processes
 processes.GRACE = 0.5
 with processes.stoppable():
     lines = []
-    child = processes.Child([sys.executable, "-c", {PARENT!r}], dict(os.environ), Path("log"), lines.append, Path("."))
+    child = processes.Child([sys.executable, "-c", {PARENT!r}], dict(os.environ), Path("log"), lines.append)
     while "up" not in lines:
         time.sleep(0.02)
     print(len(processes.descendants(os.getpid())))

@@ -26,8 +26,10 @@ from perada.client.scores import personal_scores
 from perada.data import read_image
 from perada.errors import InputError
 from perada.flower import app
-from perada.flower.export import export, personal, predict
 from perada.flower.messages import Refused, flat
+from perada.flower.personal import personal_model
+from perada.flower.settings import Plan
+from perada.flower.site_data import site_federation
 from perada.flower.site_state import Entry, SiteState
 from perada.lanes import State
 from perada.models.resnet import resnet
@@ -194,37 +196,37 @@ def test_a_site_gets_its_model_out_without_the_server(
     row = without_clock(path)[-1]
     for name in SITES:
         settings = world.site(name).settings
-        found = personal(settings)
-        shown = personal_scores(found.work.model, found.state, found.work.federation, ("local",))
+        found = personal_model(settings)
+        data = site_federation(settings, Plan.of(world.settings, ""), torch.device("cpu"))
+        shown = personal_scores(found.network, found.state, data, ("local",))
         assert shown["local_test"].per_client[name] == row["local_test"]["per_client"][name]
-        export(settings, tmp_path / f"{name}.safetensors", merged=True)
+        found.export(tmp_path / f"{name}.safetensors", merged=True)
         net = found.module()
         net.load_state_dict(load_file(tmp_path / f"{name}.safetensors"))
-    export(settings, tmp_path / "part.safetensors", run="run")
+    personal_model(settings, "run").export(tmp_path / "part.safetensors")
     assert set(load_file(tmp_path / "part.safetensors")) == {*found.state.params, *found.state.buffers}
     with safe_open(tmp_path / "part.safetensors", "pt") as file:
         said = {k: json.loads(file.metadata()[k]) for k in ("mean", "std", "size", "multilabel")}
-    data = found.work.federation
     assert said == {"mean": list(data.mean), "std": list(data.std), "size": [8, 8], "multilabel": False}
     picture = tmp_path / "picture.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 20, 3), dtype=np.uint8)).save(picture)
-    (seen,) = predict(settings, [picture])
+    (seen,) = found.predict([picture])
     monkeypatch.setattr(commands, "known_site", lambda folder, site: settings)
     assert cli.main(["flower", "predict", str(picture), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [seen]
     assert cli.main(["flower", "predict", str(picture)]) == 0
     assert f"{max(seen['probabilities'].values()):.1%}" in capsys.readouterr().out
     pixels = torch.from_numpy(read_image(picture, 8).mean(0, keepdims=True).round())
-    grey = found.work.federation.prepare(pixels[None], torch.float32)
+    grey = data.prepare(pixels[None], torch.float32)
     wanted = dict(zip(data.classes, found.module()(grey).softmax(-1)[0].tolist(), strict=True))
     assert seen["probabilities"] == pytest.approx(wanted, rel=1e-4)
     assert (seen["client"], seen["multilabel"]) == (settings.name, False)
     if method == "perada":  # a program, for a machine without perada
-        export(settings, tmp_path / "whole.pt2")
+        found.export(tmp_path / "whole.pt2")
         images = torch.rand(3, 3, 8, 8)
         program = torch.export.load(tmp_path / "whole.pt2").module()
         assert torch.allclose(program(images), found.module()(images), atol=1e-6)
     with pytest.raises(InputError, match="unknown run 'walk'"):
-        export(settings, tmp_path / "part.safetensors", run="walk")
+        personal_model(settings, "walk")
     with pytest.raises(InputError, match="holds no run of this site yet"):
-        personal(replace(settings, state=str(tmp_path / "nowhere")))
+        personal_model(replace(settings, state=str(tmp_path / "nowhere")))

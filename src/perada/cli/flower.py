@@ -17,7 +17,8 @@ from ..errors import InputError
 from ..flower import certs, collect
 from ..flower.address import PORT, Address
 from ..flower.control import Control
-from ..flower.launch import join, known_site, plan_site, serve
+from ..flower.launch import join, plan_site, serve
+from ..flower.personal import known_site, personal_model
 from ..flower.processes import Stop, stoppable
 from ..flower.project import Project, init
 from ..flower.settings import checked_name
@@ -142,10 +143,8 @@ def run_command(
     """Train: start a run at this machine's server and follow it. Ctrl-C stops it; --resume continues it."""
     project = Project.open(folder)
     settings = project.settings()
-    try:
-        _ = name is None or checked_name("--name", name)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    if name is not None:
+        checked_name("--name", name)
     if after:
         collect.pick(project, after)  # refuses an unknown run
     control = Control.open(project.flower())
@@ -153,7 +152,6 @@ def run_command(
     if not resume and (settings.runs() / chosen).exists():
         raise InputError(f"there is a run {chosen} already: --resume continues it, --name NAME starts another")
     follower = collect.Follower(settings.runs() / chosen, say)
-    follower.skip()
     if settings.random_backbone:
         say("warning: the frozen backbone is random: name a pretrained file as ModelOptions.weights in server.toml")
     number = control.start(project.app, chosen, resume, after)
@@ -225,9 +223,7 @@ def predict_command(
     as_json: AsJson = False,
 ) -> None:
     """At a site: predict with its own model. Needs no server and no data."""
-    from ..flower.export import predict
-
-    predictions = predict(known_site(folder, site), images, run)
+    predictions = personal_model(known_site(folder, site), run).predict(images)
     if as_json:
         print_json(predictions)
         return
@@ -243,7 +239,5 @@ def export_command(
     merged: Annotated[bool, typer.Option("--merged", help="the whole network instead of the personal part")] = False,
 ) -> None:
     """At a site: write its own model to one file. Needs no server and no data."""
-    from ..flower.export import export
-
-    export(known_site(folder, site), out_file, merged, run)
+    personal_model(known_site(folder, site), run).export(out_file, merged)
     tell(f"wrote {out_file}")

@@ -20,8 +20,7 @@ from ..experiment import DTYPES, Experiment, Say
 from ..lanes import State
 from ..lanes.machine import device_of
 from ..models import with_weights
-from ..predict.export import about, check_out, weights_of, write_program, write_weights
-from ..predict.pictures import predictions
+from ..predict.personal import PersonalModel
 from .folder import RunFolder
 from .names import not_empty
 
@@ -138,12 +137,16 @@ class Run:
         at = self.clients.index(client) if lanes.lanes > 1 else 0
         return lanes.map(lambda t: t[at : at + 1])
 
+    def personal(self, client: str) -> PersonalModel:
+        """Returns a client's model with all that a prediction or an exported file needs."""
+        return PersonalModel(client, self.config, self.names, self.experiment.model, self.state(client))
+
     def model(self, client: str) -> nn.Module:
         """Returns a plain torch module on the CPU, in eval mode, personal adapter in place.
 
         Its input is `normalise(images)`.
         """
-        return self.experiment.model.plain(self.state(client)).cpu()
+        return self.personal(client).module()
 
     def normalise(self, images: Tensor) -> Tensor:
         """uint8 `[n, C, H, W]` -> what `model()` takes."""
@@ -174,25 +177,14 @@ class Run:
 
     def predict(self, client: str, images: str | Path | Sequence[str | Path]) -> list[dict[str, Any]]:
         """Returns class names with probabilities, most probable first; label probabilities for multi-label data."""
-        paths = [images] if isinstance(images, str | Path) else list(images)
-        return predictions(self.model(client), self.names, DTYPES[self.config.run.precision], client, paths)
+        return self.personal(client).predict([images] if isinstance(images, str | Path) else images)
 
     def export(self, client: str, out: str | Path, merged: bool = False) -> None:
         """Writes a client's model: .safetensors is the personal part, or with `merged` the whole network.
 
         .pt2 and .onnx are the whole network as a program: normalised images `[n, 3, H, W]` in, logits out.
         """
-        out = Path(out)
-        check_out(out)
-        data = self.names
-        size = list(data.images.shape[2:])
-        facts = {"mean": data.mean, "std": data.std, "size": size, "multilabel": data.multilabel}
-        notes = about(self.config, client, data.classes, **facts)
-        if out.suffix == ".safetensors":
-            tensors = self.model(client).state_dict() if merged else weights_of(self.state(client))
-            write_weights(out, tensors, notes)
-        else:
-            write_program(out, self.model(client), size, notes)
+        self.personal(client).export(Path(out), merged)
 
 
 def load(
