@@ -56,10 +56,7 @@ def open_run(
     settings: ServerSettings, name: str, resume: bool = False, start: str = "", quiet: bool = False
 ) -> tuple[RunFolder, Diary]:
     """The folder of a new run, or of one to go on with; `start` names a run whose end is this one's beginning."""
-    try:
-        path = settings.runs() / checked_name("run", name)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    path = settings.runs() / checked_name("run", name)
     rounds, f, data = settings.config.train.rounds, settings.federation, _data(settings)
     if resume and (path / "config.toml").is_file():
         folder = RunFolder.open(path)
@@ -97,10 +94,7 @@ def _before(settings: ServerSettings, start: str) -> str:
     """The id of the run to go on from, if it has something to go on from."""
     if not start:
         return ""
-    try:
-        known = _known(settings.runs() / checked_name("continue-from", start))
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    known = _known(settings.runs() / checked_name("continue-from", start))
     if not known:
         raise InputError(f"continue-from: there is no run {start!r} in {settings.runs()}")
     for key, value in _data(settings).items():

@@ -21,9 +21,9 @@ from ..experiment import Say
 from ..lanes import Pool
 from ..methods import REGISTRY
 from ..runs.folder import read_rows, write_atomic
-from ..runs.names import resumable, whole_name
+from ..runs.names import whole_name
 from .plan import Plan, begun, check_all, choose_methods, validated
-from .workers import OnRun, Train, Trainings, shares
+from .workers import OnRun, Train, train_all
 
 Grid = Mapping[str, Sequence[Any]]
 
@@ -43,8 +43,11 @@ class Search(Plan):
         kinds = {"method": str, "settings": dict, "local_val": float | None}
         return read_rows(self.path / "results.jsonl", kinds)
 
+    @property
+    def names(self) -> list[str]:
+        return list(self.points)
+
     def finished(self) -> list[str]:
-        """Returns the names of the finished points."""
         return [_name(result) for result in self.results()]
 
     def record(self, result: Mapping[str, Any]) -> None:
@@ -96,7 +99,7 @@ def tune(
     """Trains every point of every method's grid, evaluates it on local validation data, and writes `tuned.toml`.
 
     source: a preset or a TOML file. methods: a list or `a,b,c`; by default all. grid: values to try for a key instead
-    of the paper's. A setting in `set` is not searched. callbacks: hear of points that are trained one after another.
+    of the paper's. A setting in `set` is not searched.
     """
     settings = given(set, data=data, device=device)
     search, chosen = Search.at(source, data, out, resume)
@@ -107,11 +110,9 @@ def tune(
         points = search.points
         federation = check_all([_config(search, next(iter(points.values())), settings)])
         say(f"{len(points)} training{'s' if len(points) > 1 else ''}")
-        jobs = 0 if shares(federation.device) else 1
-        work = Trainings(list(points), search.finished, _trainer(search, points, settings, federation))
-        with resumable(search.path, search.command):
-            work.run(jobs, federation.device, on_run, callbacks, say)
-            search.write_tuned()
+        train_point = _trainer(search, points, settings, federation)
+        train_all(search, train_point, 0, federation.device, on_run, callbacks, say)
+        search.write_tuned()
     return search
 
 
