@@ -43,12 +43,6 @@ Say = Callable[[str], None]
 DTYPES = dict.fromkeys(("auto", "fp32", "tf32", "bf16"), torch.float32) | {"fp64": torch.float64}  # of the lanes
 
 
-def sampled_clients(seed: int, round: int, clients: int, cohort: int) -> list[int]:
-    """Returns the clients sampled in a round: a pure function of (seed, round)."""
-    rng = rng_of(seed, round, "cohort")
-    return sorted(int(m) for m in rng.choice(clients, cohort or clients, replace=False))
-
-
 def lanes_of(
     net: nn.Module, method: Method, adapter: Adapter | None, head: str | None, options: RunOptions
 ) -> LaneModel:
@@ -147,8 +141,10 @@ class Experiment:
         return self.cohort.names
 
     def sampled(self, round: int) -> list[int]:
-        """Returns the clients that train in a round."""
-        return sampled_clients(self.options.seed, round, len(self.clients), self.train.cohort)
+        """Returns the clients that train in a round: a pure function of (seed, round)."""
+        clients = len(self.clients)
+        drawn = rng_of(self.options.seed, round, "cohort").choice(clients, self.train.cohort or clients, replace=False)
+        return sorted(int(m) for m in drawn)
 
     def round(self) -> None:
         """Trains one round: uploads, the server's update, the guard's choice."""
@@ -165,7 +161,17 @@ class Experiment:
         """Ends the round at the server: the method proposes, the guard scores and chooses."""
         with self._timed():
             now, log = self.now, None
-            server = self._server(uploads)
+            server = Server(
+                self.model,
+                self.public,
+                self.distill,
+                self.federation.multilabel,
+                now.round,
+                self.options.seed,
+                len(self.clients),
+                uploads.weights,
+                self.lanes,
+            )
             state, broadcast = self.method.server_update(server, now.server, uploads.states)
             if (proposed := server.candidates) is not None:
                 best, log = proposed.choose(self.judge(proposed.states))
@@ -180,19 +186,6 @@ class Experiment:
                 last={"train_loss": report.loss, "distill": log, **report.as_note()},
                 changed=now.changed | set(self.sampled(now.round)),
             )
-
-    def _server(self, uploads: Uploads) -> Server:
-        return Server(
-            self.model,
-            self.public,
-            self.distill,
-            self.federation.multilabel,
-            self.now.round,
-            self.options.seed,
-            len(self.clients),
-            uploads.weights,
-            self.lanes,
-        )
 
     def judge(self, candidates: State) -> Tensor | None:
         """Returns the guard's losses `[candidates, judges]`; None without a guard."""

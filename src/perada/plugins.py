@@ -1,7 +1,5 @@
 """Finds what a name stands for: one of ours, `package.module:callable`, or an entry point of another package."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Mapping

@@ -201,11 +201,9 @@ def test_an_interrupt_saves_every_run(tmp_path: Path, monkeypatch: pytest.Monkey
         if len(seen) == 5:
             raise KeyboardInterrupt
 
-    train = _trainer(found, {}, found.runs[0].federation)
+    train, callbacks = _trainer(found, {}, found.runs[0].federation), [OnRound(on_round)]
     with pytest.raises(Interrupted):
-        share_lanes(
-            ["fedavg-1", "fedavg-2"], 2, lambda name, pool: train(name, [OnRound(on_round)], print, pool), print
-        )
+        share_lanes(["fedavg-1", "fedavg-2"], 2, lambda name, pool: train(name, callbacks, print, pool), print)
     rounds = [len(list((tmp_path / "c" / n / "checkpoints").glob("round-*"))) for n in ("fedavg-1", "fedavg-2")]
     assert all(rounds)
 

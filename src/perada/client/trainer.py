@@ -1,7 +1,5 @@
 """What a method sees of the clients that train: their data, and SGD on their lanes. The same for one client alone."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal

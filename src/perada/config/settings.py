@@ -1,7 +1,5 @@
 """Settings as `section.key: value`, laid over a preset or file for several runs of it."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Names and folders of runs, what a resumed run may change, and the message when work stops."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

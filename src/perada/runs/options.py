@@ -1,7 +1,5 @@
 """How a run is carried out, and whether its parts fit together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """A run folder, opened: its clients, scores, personal models, predictions and exports."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Training in a run folder: a new run, a resumed one, and what is written at the end."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 import time

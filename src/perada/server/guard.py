@@ -1,7 +1,5 @@
 """What a method sees of the server in a round, and the choice between distilled candidates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -80,7 +80,7 @@ def compare(
     source: a preset or a TOML file. methods: a list or `a,b,c`; by default all. seeds: how many; by default 1.
     resume: keeps finished runs and continues the others; more methods or seeds than planned are added.
     jobs: processes of one thread each that share the runs; 0 is as many as is sensible here. With more than one, the
-    caller's module needs `if __name__ == "__main__"`.
+    caller's module needs `if __name__ == "__main__"`. callbacks: hear of runs that are trained one after another.
     """
     settings = given(set, data=data, device=device)
     if seeds is not None and seeds < 1:

@@ -99,7 +99,7 @@ def tune(
     """Trains every point of every method's grid, evaluates it on local validation data, and writes `tuned.toml`.
 
     source: a preset or a TOML file. methods: a list or `a,b,c`; by default all. grid: values to try for a key instead
-    of the paper's. A setting in `set` is not searched.
+    of the paper's. A setting in `set` is not searched. callbacks: hear of points that are trained one after another.
     """
     settings = given(set, data=data, device=device)
     search, chosen = Search.at(source, data, out, resume)
