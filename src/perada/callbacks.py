@@ -1,4 +1,4 @@
-"""What may listen to a training. A callback sees what happens and may stop the run; it never changes its numbers."""
+"""Callbacks: they see what happens in a training and may stop it, but never change its numbers."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Callback:
                 )
 
     def start(self, experiment: Experiment) -> None:
-        """The training begins or goes on."""
+        """Called when the training begins or continues."""
 
     def round(self, progress: Progress) -> None:
-        """A round is over, and evaluated if that was due."""
+        """Called after a round, and after its evaluation if there is one."""
 
     def evaluation(self, row: Evaluation) -> None:
-        """The clients' models were evaluated."""
+        """Called with the scores of the clients' models."""
 
     def end(self, experiment: Experiment) -> None:
-        """The last round is over; not called if the training is interrupted."""
+        """Called after the last round, but not if the training is interrupted."""
 
 
 def check_callbacks(callbacks: object) -> None:

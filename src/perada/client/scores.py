@@ -175,30 +175,31 @@ def personal_scores(
 
 
 def scores_on(model: LaneModel, lanes: State, federation: Federation, sets: Iterable[tuple[Pixels, Tensor]]) -> Scores:
-    """Every client's model on other test sets (`data.named_sets`), the mean over them."""
+    """Returns the scores of every client's model on other test sets (`data.named_sets`), as the mean over them."""
     return all_scores_on(model, [lanes], federation, sets)[0]
 
 
 def all_scores_on(
     model: LaneModel, several: Sequence[State], federation: Federation, sets: Iterable[tuple[Pixels, Tensor]]
 ) -> list[Scores]:
-    """The same for several states of lanes, each test set made once."""
-    found: list[list[Scores]] = [[] for _ in several]
+    """Returns `scores_on` for several states of lanes; makes each test set once."""
+    results: list[list[Scores]] = [[] for _ in several]
     for images, targets in sets:
-        for lanes, scores in zip(several, found, strict=True):
+        for lanes, scores in zip(several, results, strict=True):
             logits = logits_of(model, lanes, federation, torch.from_numpy(images))
             logits = logits.expand(len(federation.clients), -1, -1)
             scores.append(scores_of(federation, list(logits), [targets] * len(logits)))
-    return [_mean_scores(federation, scores) for scores in found]
+    return [_mean_scores(federation, scores) for scores in results]
 
 
-def _mean_scores(federation: Federation, found: Sequence[Scores]) -> Scores:
-    per_label = {n: _mean([s.per_label[n] for s in found if s.per_label]) for n in found[0].per_label or {}}
-    per_client = {c.name: _mean([s.per_client[c.name] for s in found]) for c in federation.clients}
+def _mean_scores(federation: Federation, sets: Sequence[Scores]) -> Scores:
+    """Returns the mean of the scores on several test sets."""
+    per_label = {n: _mean([s.per_label[n] for s in sets if s.per_label]) for n in sets[0].per_label or {}}
+    per_client = {c.name: _mean([s.per_client[c.name] for s in sets]) for c in federation.clients}
     return Scores(per_client, per_label if federation.multilabel else None)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None where any of them is undefined: a mean of fewer would not compare."""
+    """Returns the mean, or None if a value is undefined: a mean of fewer values cannot be compared."""
     known = [v for v in values if v is not None]
     return float(np.mean(known)) if len(known) == len(values) else None

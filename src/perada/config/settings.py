@@ -43,8 +43,10 @@ def different(settings: Settings, others: Settings, ignored: Container[str]) -> 
     """Returns the first of the settings that has another value in `others`; of a path, only the last part counts."""
 
     def value(key: str, of: Settings) -> Any:
-        found = of.get(key)
-        return Path(str(found)).name if key in PATHS else list(found) if isinstance(found, tuple) else found
+        setting = of.get(key)
+        if key in PATHS:
+            return Path(str(setting)).name
+        return list(setting) if isinstance(setting, tuple) else setting  # JSON has no tuples
 
     return next((k for k in settings if k not in ignored and value(k, settings) != value(k, others)), None)
 

@@ -60,12 +60,12 @@ def fits(value: Any, kinds: Kinds) -> bool:
 def read_object(path: Path, kinds: Kinds, advice: str) -> dict[str, Any]:
     """Returns a JSON object with values of these kinds. advice: what to do about a damaged file."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text("utf8"))
-    except ValueError:  # no JSON, or no text
-        found = {}
-    if not fits(found, kinds):
+        content: dict[str, Any] = json.loads(path.read_text("utf8"))
+    except ValueError:  # not JSON, or not text
+        content = {}
+    if not fits(content, kinds):
         raise Damaged(f"{path} is damaged: {advice}")
-    return found
+    return content
 
 
 def read_rows(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
@@ -281,10 +281,10 @@ class RunFolder:
     def about(self) -> dict[str, Any]:
         """Returns what data.json says about the data and the run's preset or file; empty without it."""
         path, advice = self.path / "data.json", "delete it if the data are those that the run was made with"
-        found = read_object(path, {"classes": list, "clients": dict}, advice) if path.is_file() else {}
-        if "source" in found and not fits(found["source"], {"name": str, "settings": dict}):
+        about = read_object(path, {"classes": list, "clients": dict}, advice) if path.is_file() else {}
+        if "source" in about and not fits(about["source"], {"name": str, "settings": dict}):
             raise Damaged(f"{path} is damaged: {advice}")
-        return found
+        return about
 
     def check_data(self, facts: Mapping[str, Any]) -> None:
         """Refuses other data than the run was made with, except for what an older version did not write.
