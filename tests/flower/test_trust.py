@@ -18,9 +18,10 @@ from flower.test_faults import events, without_clock
 from flower.wire import SITES, MemoryGrid, World, closed, make_world, run
 from perada.errors import InputError, RunError
 from perada.flower import app
-from perada.flower.checks import MIN_WAIT_S, Clock, guard_losses, mean_loss, sample_count
+from perada.flower.checks import guard_losses, mean_loss, sample_count
 from perada.flower.client import handle
-from perada.flower.messages import Refused, read_about, read_reply
+from perada.flower.link import MIN_WAIT_S, Clock
+from perada.flower.messages import Refused, read_reply, read_request
 from perada.flower.settings import MAX_ROUND, Plan
 from perada.methods.perada import PerAda
 
@@ -158,7 +159,7 @@ def test_one_clock_for_all_that_a_round_waits_for(tmp_path: Path) -> None:
 
     grid = MemoryGrid(world, meddle)
     app.serve(grid, world.settings, "run", step=lambda what, round: at.setdefault(what, time.monotonic()) and None)
-    within = {k: read_about(c).within for d, _, k, _, c in grid.log if d == "down"}
+    within = {k: read_request(c).within for d, _, k, _, c in grid.log if d == "down"}
     assert within["train"] <= 0.8 * limit  # a fifth is the guard's
     assert within["score"] <= limit / 4
     assert at["updated"] - at["sending"] < 1.75 * limit
