@@ -74,8 +74,8 @@ def points(preset: str, method: str, rates: Sequence[float]) -> list[Settings]:
 
 
 def base_of(method: str) -> Settings:
-    """Returns a method's own settings. FedDF has no pull towards the average; the preset's was chosen for PerAda."""
-    return {"method.name": method} | ({"distill.pull": 0.0} if method == "feddf" else {})
+    """Returns a method's own settings. FedDF distils in every round, PerAda in the preset's first ones."""
+    return {"method.name": method} | ({"distill.pull": 0.0, "distill.rounds": 0} if method == "feddf" else {})
 
 
 def tuned_trials(

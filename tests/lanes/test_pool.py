@@ -11,7 +11,6 @@ import pytest
 from helpers import assert_close_norm, assert_same_tensors
 from small import everything, small
 
-import perada.sweep.tune
 from perada.config import build
 from perada.data import Federation
 from perada.errors import Interrupted
@@ -219,7 +218,6 @@ def test_points_of_a_search_in_one_pool(tmp_path: Path, monkeypatch: pytest.Monk
         workers, "share_lanes", lambda names, *rest: seen.append(len(names)) or share_lanes(names, *rest)
     )
     monkeypatch.setattr(workers, "shares", lambda device: True)
-    monkeypatch.setattr(perada.sweep.tune, "shares", lambda device: True)
     shared = tune("digits", methods="perada-no-kd", set=settings, grid=grid, out=tmp_path / "shared")
     assert seen == [4]
     assert not list((tmp_path / "shared").glob("current*"))

@@ -128,10 +128,10 @@ def test_the_run_of_statistics_alone_has_those_of_the_students_and_learns_nothin
     assert any(not t.equal(plain.buffers[n]) for n, t in distilled.buffers.items())
 
 
-def test_feddf_is_not_pulled_to_the_average() -> None:
+def test_feddf_distils_in_every_round_without_a_pull() -> None:
     found = experiments()["others"]
-    pulls = {resolve(found.preset, {**t.settings}).distill.pull for t in found.trials if t.name.startswith("feddf")}
-    assert pulls == {0.0}
+    settings = [resolve(found.preset, {**t.settings}).distill for t in found.trials if t.name.startswith("feddf")]
+    assert {(o.pull, o.rounds) for o in settings} == {(0.0, 0)}
 
 
 def test_the_study_varies_every_setting_of_the_design_space() -> None:

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -228,16 +229,19 @@ def _read(source: str) -> dict[str, Any]:
         if (path / "config.toml").is_file():
             raise InputError(f"{source} is a run folder: to go on with it, perada train --out {source} --resume")
         raise unknown("preset", source, known)
+    return read_toml(resources.files(__package__) / "presets" / f"{source}.toml" if source in known else path)
+
+
+def read_toml(path: Traversable, advice: str = "") -> dict[str, Any]:
+    """Returns the content of a TOML file. advice: what to do if there is no such file."""
     try:
-        if source in known:
-            return tomllib.loads((resources.files(__package__) / "presets" / f"{source}.toml").read_text("utf8"))
         return tomllib.loads(path.read_text("utf8"))
     except FileNotFoundError as error:
-        raise InputError(f"no such file: {source}") from error
+        raise InputError(f"no such file: {path}{advice}") from error
     except OSError as error:
-        raise InputError(f"cannot read {source}: {error.strerror}") from error
-    except ValueError as error:  # bad TOML, or bytes that are no text
-        raise InputError(f"{source}: not valid TOML: {error}") from error
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # bad TOML, or bytes that are not text
+        raise InputError(f"{path}: not valid TOML: {error}") from error
 
 
 def from_tables(tables: Mapping[str, Any]) -> Config:

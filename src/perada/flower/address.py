@@ -1,7 +1,5 @@
 """The server's address, and whether a server of ours answers there."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 import ssl
@@ -9,6 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
+from typing import Self
 
 from ..errors import InputError
 
@@ -33,7 +32,7 @@ class Address:
     port: int
 
     @classmethod
-    def parse(cls, text: str) -> Address:
+    def parse(cls, text: str) -> Self:
         """Reads `host`, `host:port`, `1.2.3.4:port` or `[::1]:port`."""
         host, colon, port = text.strip().rpartition(":")
         if not colon or (text.count(":") > 1 and not host.endswith("]")):
@@ -49,7 +48,7 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
-    def local(self) -> Address:
+    def local(self) -> "Address":
         """The address to dial from the machine that listens on this one."""
         return Address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port)
 
@@ -94,44 +93,32 @@ def probe(address: Address, ca: Path | None, timeout: float = 5.0, starting: boo
     Raises NoAnswer if no server answers, or if it does not let sites in yet (unless `starting` is true). Raises
     InputError if the server has another certificate or does not speak this protocol.
     """
+    try:
+        context = ssl.create_default_context(cafile=str(ca)) if ca else None
+    except OSError as error:
+        raise InputError(f"cannot read the federation's certificate {ca}: missing or damaged") from error
     connection = HTTPConnection(address.host, address.port, timeout=timeout)
-    if ca is not None:
-        connection = HTTPSConnection(address.host, address.port, timeout=timeout, context=_trusting(ca))
+    if context:
+        connection = HTTPSConnection(address.host, address.port, timeout=timeout, context=context)
     with closing(connection):
-        _connect(connection, address, ca)
         try:
             connection.request("GET", "/v1/fleet/")  # no such page: any answer will do
             status = connection.getresponse().status
-        except (HTTPException, ConnectionResetError) as error:
-            if ca is None:
-                raise InputError(
-                    f"refused: {address} does not speak plain HTTP: it wants TLS, so leave out --insecure"
-                ) from error
+        except ssl.SSLCertVerificationError as error:
+            why = error.verify_message or str(error)
+            raise InputError(f"refused: {ca} does not vouch for the certificate of {address} ({why})") from error
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:  # a forwarder whose server is away
             raise NoAnswer("it closed the connection") from error
+        except ssl.SSLError as error:
+            hint = "is it another service, or run with --insecure?"
+            raise InputError(f"refused: {address} does not speak TLS ({error.reason}): {hint}") from error
+        except (HTTPException, ConnectionResetError) as error:
+            if context:
+                raise NoAnswer("it closed the connection") from error
+            raise InputError(
+                f"refused: {address} does not speak plain HTTP: it wants TLS, so leave out --insecure"
+            ) from error
         except OSError as error:
             raise NoAnswer(error.strerror or str(error)) from error
     if status == 503 and not starting:
         raise NoAnswer("it is starting")
-
-
-def _trusting(ca: Path) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=str(ca))
-    except (OSError, ssl.SSLError) as error:
-        raise InputError(f"cannot read the federation's certificate {ca}: missing or damaged") from error
-
-
-def _connect(connection: HTTPConnection, address: Address, ca: Path | None) -> None:
-    try:
-        connection.connect()
-    except ssl.SSLCertVerificationError as error:
-        why = error.verify_message or str(error)
-        raise InputError(f"refused: {ca} does not vouch for the certificate of {address} ({why})") from error
-    except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:  # a forwarder whose server is away
-        raise NoAnswer("it closed the connection") from error
-    except ssl.SSLError as error:
-        raise InputError(
-            f"refused: {address} does not speak TLS ({error.reason}): is it another service, or run with --insecure?"
-        ) from error
-    except OSError as error:
-        raise NoAnswer(error.strerror or str(error)) from error

@@ -9,8 +9,6 @@ A site knows the server by `ca.crt`. The server knows a site by its key (ECDSA P
 reads). Only a renewal replaces a file.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re
@@ -36,15 +34,10 @@ _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*")
 
 def check_sites(names: Sequence[str]) -> list[str]:
     """Returns the names in order; refuses bad ones and repetitions, also on a file system that ignores case."""
+    lower = [checked_name("site name", name).lower() for name in names]
     for name in names:
-        try:
-            checked_name("site name", name)
-        except ValueError as error:
-            raise InputError(str(error)) from error
         if name.lower() == "server":  # `--renew server` means the server's certificate
             raise InputError(f"site name {name!r} is reserved: choose another")
-    lower = [name.lower() for name in names]
-    for name in names:
         if lower.count(name.lower()) > 1:
             raise InputError(f"site {name!r} is named twice")
     return sorted(names)
@@ -54,12 +47,9 @@ def make(folder: Path, server_names: Sequence[str], sites: Sequence[str]) -> lis
     """Makes a new authority, a server certificate and a key pair per site; returns the files."""
     sites, names = check_sites(sites), _alternatives(server_names)
     for name in ("ca.crt", "ca.key", "server.crt", "server.key"):
-        if (folder / name).exists():
-            raise InputError(
-                f"{folder / name} exists and is not overwritten: --keys-only adds a site, --renew server or "
-                "--renew NAME replaces one certificate or key"
-            )
-    _refuse_existing(folder, sites)
+        advice = "--keys-only adds a site, --renew server or --renew NAME replaces one certificate or key"
+        _refuse_existing(folder / name, advice)
+    _refuse_keys(folder, sites)
     make_folder(folder)
     make_folder(folder / "sites")  # for keys that sites make themselves
     key = ec.generate_private_key(ec.SECP384R1())
@@ -70,13 +60,14 @@ def make(folder: Path, server_names: Sequence[str], sites: Sequence[str]) -> lis
 def site_keys(folder: Path, site: str) -> list[Path]:
     """Makes a new key pair for a site. A site that runs this itself sends only the `.pub` file to the server."""
     check_sites([site])
-    _refuse_existing(folder, [site])
+    _refuse_keys(folder, [site])
     make_folder(folder / "sites")
     key = ec.generate_private_key(ec.SECP384R1())
-    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    private, public = _key_files(folder, site)
+    line = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     return [
-        _write(folder / "sites" / f"{site}.key", _pem(key, serialization.PrivateFormat.OpenSSH), secret=True),
-        _write(folder / "sites" / f"{site}.pub", public + b" " + site.encode() + b"\n"),
+        _write(private, _pem(key, serialization.PrivateFormat.OpenSSH), secret=True),
+        _write(public, line + b" " + site.encode() + b"\n"),
     ]
 
 
@@ -87,19 +78,17 @@ def renew_server(folder: Path, server_names: Sequence[str]) -> list[Path]:
     """
     key = _authority_key(folder)
     names = _alternatives(server_names or names_of(folder / "server.crt"))
-    for name in ("server.crt", "server.key"):
-        _keep_old(folder / name)
+    _keep_old(folder / "server.crt", folder / "server.key")
     return _write_server(folder, key, names)
 
 
 def renew_site(folder: Path, site: str) -> list[Path]:
     """Makes a new key pair for one site. A running server notices the new `.pub` file and drops the old key."""
     check_sites([site])
-    files = [folder / "sites" / f"{site}{ending}" for ending in (".key", ".pub")]
+    files = _key_files(folder, site)
     if not any(file.exists() for file in files):
         raise InputError(f"no key of {site!r} in {folder / 'sites'}: --keys-only --sites {site} makes one")
-    for file in files:
-        _keep_old(file)
+    _keep_old(*files)
     return site_keys(folder, site)
 
 
@@ -150,15 +139,15 @@ def _alternatives(names: Sequence[str]) -> list[x509.GeneralName]:
     """Returns the names that sites dial, and `LOCAL`, as a certificate's alternative names."""
     if not names:
         raise InputError("--server-name: give every name or address that sites dial, such as fl.example.org")
-    found: list[x509.GeneralName] = []
+    alternatives: list[x509.GeneralName] = []
     for name in dict.fromkeys([*names, *LOCAL]):
         try:
-            found.append(x509.IPAddress(ipaddress.ip_address(name.strip("[]"))))
+            alternatives.append(x509.IPAddress(ipaddress.ip_address(name.strip("[]"))))
         except ValueError:
             if len(name) > 253 or not _HOST.fullmatch(name):
                 raise InputError(f"--server-name {name!r} is neither a host's name nor an address") from None
-            found.append(x509.DNSName(name))
-    return found
+            alternatives.append(x509.DNSName(name))
+    return alternatives
 
 
 def _load(certificate: Path) -> x509.Certificate:
@@ -235,11 +224,19 @@ def _pem(key: ec.EllipticCurvePrivateKey, layout: serialization.PrivateFormat) -
     return key.private_bytes(serialization.Encoding.PEM, layout, serialization.NoEncryption())
 
 
-def _refuse_existing(folder: Path, sites: Sequence[str]) -> None:
+def _key_files(folder: Path, site: str) -> tuple[Path, Path]:
+    return folder / "sites" / f"{site}.key", folder / "sites" / f"{site}.pub"
+
+
+def _refuse_keys(folder: Path, sites: Sequence[str]) -> None:
     for site in sites:
-        for ending in (".key", ".pub"):
-            if (path := folder / "sites" / f"{site}{ending}").exists():
-                raise InputError(f"{path} exists and is not overwritten: --renew {site} replaces that site's key")
+        for path in _key_files(folder, site):
+            _refuse_existing(path, f"--renew {site} replaces that site's key")
+
+
+def _refuse_existing(path: Path, advice: str) -> None:
+    if path.exists():
+        raise InputError(f"{path} exists and is not overwritten: {advice}")
 
 
 def make_folder(path: Path) -> Path:
@@ -251,10 +248,11 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def _keep_old(path: Path) -> None:
-    """Renames a file that is about to be renewed to NAME.old."""
-    if path.exists():
-        os.replace(path, path.with_name(path.name + ".old"))
+def _keep_old(*paths: Path) -> None:
+    """Renames files that are about to be renewed to NAME.old."""
+    for path in paths:
+        if path.exists():
+            os.replace(path, path.with_name(path.name + ".old"))
 
 
 def _write(path: Path, data: bytes, secret: bool = False) -> Path:
@@ -263,8 +261,6 @@ def _write(path: Path, data: bytes, secret: bool = False) -> Path:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
         with os.fdopen(handle, "wb") as f:
             f.write(data)
-    except FileExistsError as error:
-        raise InputError(f"{path} exists and is not overwritten") from error
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
     return path

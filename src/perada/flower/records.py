@@ -61,7 +61,7 @@ class Diary:
 
 def open_run(settings: ServerSettings, name: str, resume: bool = False, start: str = "") -> tuple[RunFolder, Diary]:
     """Returns the folder of a new or a resumed run. start: the name of a run that a new run continues."""
-    path = _folder(settings, "run", name)
+    path = settings.runs() / checked_name("run", name)
     begun = resume and (path / "config.toml").is_file()
     if begun:
         _check_config(path, settings)
@@ -86,13 +86,6 @@ def ending(settings: ServerSettings, run: str) -> Checkpoint:
     return saved
 
 
-def _folder(settings: ServerSettings, what: str, name: str) -> Path:
-    try:
-        return settings.runs() / checked_name(what, name)
-    except ValueError as error:
-        raise InputError(str(error)) from error
-
-
 def _data(settings: ServerSettings) -> dict[str, Any]:
     """Returns what a label's number means and what an image is: this never changes in a run."""
     f = settings.federation
@@ -108,7 +101,7 @@ def _start_id(settings: ServerSettings, start: str) -> str:
     """Returns the id of the run to continue; empty without a name."""
     if not start:
         return ""
-    note = _note(_folder(settings, "continue-from", start))
+    note = _note(settings.runs() / checked_name("continue-from", start))
     if not note:
         raise InputError(f"continue-from: there is no run {start!r} in {settings.runs()}")
     if other := _other_data(note, settings):

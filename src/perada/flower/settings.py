@@ -1,16 +1,13 @@
 """The settings files server.toml and site.toml, and the plan that a server sends to its sites."""
 
-from __future__ import annotations
-
 import json
 import re
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from ..config import Config, from_tables, presets, resolve, section, toml_value
+from ..config import Config, from_tables, presets, read_toml, resolve, section, toml_value
 from ..data import VALIDATION, is_public_name
 from ..data.images import IMAGENET
 from ..errors import InputError, unknown
@@ -23,19 +20,20 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 BUILT_IN_WEIGHTS = ("embedded", "random")  # a site makes these itself; the server sends all others
 SHARED_DATA = ("size", "val", "test", "seed", "normalise", "augment", "resident", "meta_min", "uncertain")
 MAX_ROUND = 10**6
+ADVICE = ": `perada flower init` makes one"
 GREY = {"data": ((0.5,), (0.25,)), "imagenet": ((0.449,), (0.226,))}  # mean and deviation of one-channel images
 
 
 def checked_name(what: str, name: str) -> str:
-    """Returns a name that is safe in a path on any machine; ValueError for any other."""
+    """Returns a name that is safe in a path on any machine; refuses any other."""
     if not NAME.fullmatch(name):
-        raise ValueError(f"{what} must be letters, digits, dots, dashes and underscores (at most 64), not {name!r}")
+        raise InputError(f"{what} must be letters, digits, dots, dashes and underscores (at most 64), not {name!r}")
     return name
 
 
 def _check_federation(what: str, name: str) -> None:
     if checked_name(what, name).lower() in ("flower", "runs"):
-        raise ValueError(f"{what} {name!r} is the name of a folder in state/: choose another")
+        raise InputError(f"{what} {name!r} is the name of a folder in state/: choose another")
 
 
 def is_run_id(text: str) -> bool:
@@ -56,7 +54,7 @@ class FederationOptions:
     test: str = ""  # a labelled public test set at the server, for the global model
 
     def __post_init__(self) -> None:
-        _check_federation("name", self.name)
+        _check_federation("FederationOptions.name", self.name)
         if not self.sites:
             raise ValueError("sites must name at least one site")
         for what, names in (("sites", self.sites), ("classes", self.classes)):
@@ -64,7 +62,7 @@ class FederationOptions:
             if twice is not None:
                 raise ValueError(f"{what}: {twice!r} is there twice")
         for site in self.sites:
-            checked_name("sites", site)
+            checked_name("FederationOptions.sites", site)
         if len(self.classes) < (1 if self.multilabel else 2):
             raise ValueError("classes must name the classes of all sites, at least two")
         if self.channels not in (1, 3):
@@ -101,17 +99,17 @@ class ServerSettings:
     config: Config
 
     @classmethod
-    def read(cls, path: str | Path) -> ServerSettings:
+    def read(cls, path: str | Path) -> Self:
         """Reads `[federation]`, `[rounds]` and the sections of any run; paths are relative to the file's folder."""
         file = Path(path).expanduser().absolute()
-        tables = _toml(file)
+        tables = read_toml(file, ADVICE)
         federation = section("federation", FederationOptions, tables.pop("federation", {}))
         rounds = section("rounds", Rounds, tables.pop("rounds", {}))
         federation = replace(
             federation,
             sites=tuple(sorted(federation.sites)),
-            state=str(file.parent / federation.state),
-            test=str(file.parent / federation.test) if federation.test else "",
+            state=_absolute(federation.state or ".", file.parent),
+            test=_absolute(federation.test, file.parent),
         )
         return cls(federation, rounds, _run_config(file, tables, len(federation.sites)))
 
@@ -133,41 +131,36 @@ def _run_config(file: Path, tables: dict[str, Any], sites: int) -> Config:
     for name, values in tables.items():
         if not isinstance(values, dict):
             raise InputError(f"{file}: [{name}] must be a section, not a value")
+    no_data = "has no meaning at a server: the data are at the sites"
     for key in tables.get("data", {}):
         if key not in SHARED_DATA:
-            raise InputError(f"{file}: DataOptions.{key} has no meaning at a server: the data are at the sites")
-    _resolve_path(tables.get("model", {}), "weights", WEIGHTS.__contains__, file.parent)
-    _resolve_path(tables.get("distill", {}), "data", is_public_name, file.parent)
+            raise InputError(f"{file}: DataOptions.{key} {no_data}")
+    for name, key, is_word in (("model", "weights", WEIGHTS.__contains__), ("distill", "data", is_public_name)):
+        path = tables.get(name, {}).get(key)
+        if isinstance(path, str) and not is_word(path):
+            tables[name][key] = _absolute(path, file.parent)
     if preset == "folder":  # its own weights come from simulated pretraining
         tables.setdefault("model", {}).setdefault("weights", "random")
     config = resolve(preset, {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()})
-    if config.distill.data == VALIDATION:
-        raise InputError(f"{file}: Distill.data={VALIDATION} has no meaning at a server: the data are at the sites")
-    if config.data.normalise == "backbone":
-        raise InputError(f"{file}: DataOptions.normalise=backbone works in simulations only: use data or imagenet")
-    if config.distill.guard == "server":
-        raise InputError("Distill.guard=server needs labelled data at the server: use clients or none")
-    if config.model.weights == "fedavg":
-        raise InputError(
-            "ModelOptions.weights=fedavg works in simulations only: train the method fedavg first and name its weights "
-            "file, or use random"
-        )
-    if config.train.cohort > sites:
-        raise InputError(f"Train.cohort={config.train.cohort} but there are {sites} sites: lower it")
-    if code := code_named(config.as_dict()):
-        raise InputError(
-            f"{file}: {code} names a module to import, which a server may not choose at a site: install it at every "
-            "site as an entry point, and give that name"
-        )
+    code = code_named(config.as_dict())
+    simulated = "works in simulations only"
+    for wrong, why in (
+        (config.distill.data == VALIDATION, f"Distill.data={VALIDATION} {no_data}"),
+        (config.distill.guard == "server", "Distill.guard=server needs labelled data at the server: use clients"),
+        (config.data.normalise == "backbone", f"DataOptions.normalise=backbone {simulated}: use data or imagenet"),
+        (config.model.weights == "fedavg", f"ModelOptions.weights=fedavg {simulated}: use random, or name a file"),
+        (config.train.cohort > sites, f"Train.cohort={config.train.cohort} but there are {sites} sites: lower it"),
+        (code, f"{code} names a module to import: install it at every site as an entry point, and give that name"),
+    ):
+        if wrong:
+            raise InputError(f"{file}: {why}")
     data = replace(config.data, name="folder", partition="site", root="")
     return replace(config, data=data, run=replace(config.run, shifts=False))  # shifts need the test images
 
 
-def _resolve_path(table: dict[str, Any], key: str, is_name: Callable[[str], bool], folder: Path) -> None:
-    """Makes a path absolute; a word that names something else stays."""
-    value = table.get(key)
-    if isinstance(value, str) and not is_name(value):
-        table[key] = str(folder / Path(value).expanduser())
+def _absolute(path: str, folder: Path) -> str:
+    """Returns a path that is relative to a folder as an absolute one; an empty one stays empty."""
+    return str(folder / Path(path).expanduser()) if path else ""
 
 
 @dataclass(frozen=True)
@@ -190,8 +183,8 @@ class SiteSettings:
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("name is empty: fill it in, or give --name NAME")
-        _check_federation("federation", self.federation)
-        checked_name("name", self.name)
+        _check_federation("SiteSettings.federation", self.federation)
+        checked_name("SiteSettings.name", self.name)
         for method in self.methods:
             hyperparameters(method)  # refuses unknown names
         if self.threads < 0:
@@ -205,45 +198,29 @@ class SiteSettings:
         return Path(self.state) / "flower" / self.name
 
     @classmethod
-    def read(cls, path: str | Path, **given: str | None) -> SiteSettings:
+    def read(cls, path: str | Path, **given: str | None) -> Self:
         """Reads site.toml; values that are given replace its own. Paths are relative to the file's folder."""
         file = Path(path).expanduser().absolute()
-        tables = _toml(file)
+        tables = read_toml(file, ADVICE)
         table = tables.pop("site", {})
         if tables:
             raise unknown("section", next(iter(tables)), ["site"])
-        if isinstance(table, dict):
+        if isinstance(table, dict):  # `section` refuses anything else
             table |= {key: value for key, value in given.items() if value}
-        found: SiteSettings = section("site", cls, table)
-        data, state, test = (
-            str(file.parent / Path(name).expanduser()) if name else "" for name in (found.data, found.state, found.test)
-        )
-        return replace(found, data=data, state=state, test=test)
+        site: Self = section("site", cls, table)
+        data, state, test = (_absolute(path, file.parent) for path in (site.data, site.state, site.test))
+        return replace(site, data=data, state=state, test=test)
 
     def toml(self) -> str:
         return "[site]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in asdict(self).items())
 
 
-def _toml(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text("utf8"))
-    except FileNotFoundError as error:
-        raise InputError(f"no such file: {file}: `perada flower init` makes one") from error
-    except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:  # bad TOML, or not text
-        raise InputError(f"{file}: not valid TOML: {error}") from error
-
-
 def code_named(config: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the first key of a configuration whose value is `package.module:callable`; empty if there is none."""
-    for table, key in (("model", "backbone"), ("model", "adapter"), ("method", "name"), ("data", "name")):
-        name = str(config[table][key])
-        if (
-            names_code(name) if key == "backbone" else ":" in name
-        ):  # torchvision:NAME is not code of the server's choice
-            return f"{table}.{key}"
-    return ""
+    if names_code(str(config["model"]["backbone"])):  # torchvision:NAME is not code of the server's choice
+        return "model.backbone"
+    keys = (("model", "adapter"), ("method", "name"), ("data", "name"))
+    return next((f"{table}.{key}" for table, key in keys if ":" in str(config[table][key])), "")
 
 
 @dataclass(frozen=True)
@@ -259,7 +236,7 @@ class Plan:
     config: Config = field(repr=False)
 
     @classmethod
-    def of(cls, settings: ServerSettings, backbone: str) -> Plan:
+    def of(cls, settings: ServerSettings, backbone: str) -> Self:
         """Makes the plan, without the server's own paths and its choice of device."""
         f, config = settings.federation, settings.config
         weights = config.model.weights if config.model.weights in BUILT_IN_WEIGHTS else "random"
@@ -273,29 +250,26 @@ class Plan:
 
     def text(self) -> str:
         """Returns the plan as one line of JSON; equal plans give equal texts."""
-        head = {k: getattr(self, k) for k in ("federation", "classes", "channels", "multilabel", "backbone")}
-        return json.dumps({**head, "config": self.config.as_dict()}, sort_keys=True)
+        return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    def parse(cls, text: str) -> Plan:
+    def parse(cls, text: str) -> Self:
+        """Reads what `text` wrote. Refuses values by which a server would make a site run code or open files."""
         try:
-            plan = json.loads(text)
-            if code := code_named(plan["config"]):  # before any import
+            values = json.loads(text)
+            if code := code_named(values["config"]):  # before any import
                 raise ValueError(f"{code} names a module to import, which a server may not choose at a site")
-            config = from_tables(plan["config"])
-            kinds = {"federation": str, "channels": int, "multilabel": bool, "backbone": str}
-            if any(not isinstance(plan[k], kind) for k, kind in kinds.items()):
-                raise ValueError("a value of the wrong type")
-            classes = tuple(map(str, plan["classes"]))
+            plan: Self = section("plan", cls, {**values, "config": from_tables(values["config"])})
+            config = plan.config
             if config.model.weights not in BUILT_IN_WEIGHTS or config.distill.data != "none" or config.data.root:
                 raise ValueError("it names files or downloads, which a server may not choose at a site")
-            if not SHA256.fullmatch(plan["backbone"]):
+            if not SHA256.fullmatch(plan.backbone):
                 raise ValueError("backbone is not a sha256")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (InputError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
                 f"the server's plan cannot be read ({error}): do server and site run the same version?"
             ) from error
-        return cls(classes=classes, config=config, **{k: plan[k] for k in kinds})
+        return plan
 
     @property
     def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -1,7 +1,5 @@
 """What a method is: Algorithm 1 as a few functions, and a declaration of what it trains and sends."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -73,7 +71,11 @@ class Declares(Protocol):
     """A method that sends more than a group of the model, or something else: counts, masks, control variates."""
 
     def upload(self, model: LaneModel) -> State:
-        """Returns one lane of what a client sends: its names, shapes and types count, not its values."""
+        """Returns one lane of what a client sends: its names, shapes and types.
+
+        The values count over a network only: there an upload may not be absurdly far from the broadcast, or from these
+        values where the broadcast does not have the name.
+        """
 
 
 def declared_upload(method: Method, model: LaneModel) -> State:

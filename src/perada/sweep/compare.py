@@ -15,11 +15,11 @@ from ..experiment import Say
 from ..lanes import Pool
 from ..report import standings, write_report
 from ..runs.folder import write_atomic
-from ..runs.names import resumable, whole_name
+from ..runs.names import whole_name
 from ..runs.run import Run, load
 from ..runs.train import OnProgress, train
 from .plan import Plan, begun, check_all, choose_methods, keep_backbone, shared_backbone
-from .workers import OnRun, Train, Trainings
+from .workers import OnRun, Train, train_all
 
 
 class Comparison(Plan):
@@ -30,17 +30,17 @@ class Comparison(Plan):
 
     @property
     def names(self) -> list[str]:
+        """Returns the names of all runs: method and seed."""
         plan = self.plan
         return [f"{method}-{seed}" for seed in plan["seeds"] for method in plan["methods"]]
 
     def finished(self) -> list[str]:
-        """Returns the names of the finished runs."""
         files = ("summary.json", "report.html")
         return [n for n in self.names if all((self.path / n / file).is_file() for file in files)]
 
     @property
     def runs(self) -> list[Run]:
-        """The finished ones."""
+        """Returns the finished ones."""
         return [load(self.path / name) for name in self.finished()]
 
     def standings(self) -> standings.Standings:
@@ -51,11 +51,12 @@ class Comparison(Plan):
         rows: list[dict[str, Any]] = standings.as_json(self.standings())["methods"]
         return rows
 
-    def write_tables(self) -> None:
+    def after_each(self) -> None:
+        """Writes the tables of what is finished."""
         table = self.standings()
         files = {"md": standings.markdown, "csv": standings.comma_separated, "tex": standings.latex}
-        for ending, made in files.items():
-            write_atomic(self.path / f"table.{ending}", made(table).encode())
+        for ending, write in files.items():
+            write_atomic(self.path / f"table.{ending}", write(table).encode())
 
 
 def compare(
@@ -83,17 +84,17 @@ def compare(
     settings = given(set, data=data, device=device)
     if seeds is not None and seeds < 1:
         raise InputError(f"--seeds must be at least 1, not {seeds}")
-    found, chosen = Comparison.at(source, data, out, resume)
+    comparison, chosen = Comparison.at(source, data, out, resume)
     new, here = () if resume else _planned(chosen, choose_methods(methods), seeds or 1, settings), moved(settings)
     federation = check_all(new[1].values()) if new else None
-    with found.working(*new):
-        federation = federation or _continue(found, source, methods, seeds, settings)
-        work = Trainings(found.names, found.finished, _trainer(found, here, federation), found.write_tables)
-        with resumable(found.path, found.command):
-            work.run(jobs, federation.device, on_run, on_round, say, (_worker, found.path, here))
-            found.write_tables()
-            write_report(found.runs, found.path / "report.html")
-    return found
+    with comparison.working(*new):
+        federation = federation or _continue(comparison, source, methods, seeds, settings)
+        train_run = _trainer(comparison, here, federation)
+        factory = _worker, comparison.path, here
+        train_all(comparison, train_run, jobs, federation.device, on_run, on_round, say, factory)
+        comparison.after_each()
+        write_report(comparison.runs, comparison.path / "report.html")
+    return comparison
 
 
 def _planned(
@@ -107,25 +108,25 @@ def _planned(
 
 
 def _continue(
-    found: Comparison,
+    comparison: Comparison,
     source: str | None,
     methods: str | Sequence[str] | None,
     seeds: int | None,
     settings: Settings,
 ) -> Federation:
     """Returns the federation of the plan, after adding the methods and seeds that are new to it."""
-    plan, source = found.resume(source, settings)
-    known, first = found.names, plan["seeds"][0]
+    plan, source = comparison.resume(source, settings)
+    known, first = comparison.names, plan["seeds"][0]
     wanted = plan["methods"] if methods is None else list(dict.fromkeys([*plan["methods"], *choose_methods(methods)]))
     many = max(len(plan["seeds"]), seeds or 1)
-    here = found.config(known[0], moved(settings))
+    here = comparison.config(known[0], moved(settings))
     if wanted == plan["methods"] and many == len(plan["seeds"]):
         return check_all([here])
     plan = {**plan, "methods": wanted, "seeds": list(range(first, first + many))}
     new = {name: config for name, config in _configs(source, plan).items() if name not in known}
     federation = check_all([here, *(_as(config, here) for config in new.values())])
-    there = found.config(known[0])
-    found.write(plan, {name: _as(config, there) for name, config in new.items()}, source)
+    there = comparison.config(known[0])
+    comparison.write(plan, {name: _as(config, there) for name, config in new.items()}, source)
     return federation
 
 
@@ -151,18 +152,18 @@ def _configs(source: str, plan: Mapping[str, Any]) -> dict[str, Config]:
 
 def _worker(path: Path, here: Settings) -> Train:
     """Returns what a process of its own does with the name of a run."""
-    found = Comparison(path)
-    first = found.config(found.names[0], here)
-    return _trainer(found, here, federation_of(first))
+    comparison = Comparison(path)
+    first = comparison.config(comparison.names[0], here)
+    return _trainer(comparison, here, federation_of(first))
 
 
-def _trainer(found: Comparison, here: Settings, federation: Federation) -> Train:
+def _trainer(comparison: Comparison, here: Settings, federation: Federation) -> Train:
     def one(name: str, on_round: OnProgress, say: Say, pool: Pool | None) -> None:
-        path = found.path / name
-        started, shared = begun(path), shared_backbone(found.path, found.config(name, here))
-        with found.training(name):
+        path = comparison.path / name
+        started, shared = begun(path), shared_backbone(comparison.path, comparison.config(name, here))
+        with comparison.training(name):
             run = train(
-                str(found.path / "plan" / f"{name}.toml"),
+                str(comparison.path / "plan" / f"{name}.toml"),
                 set=here,
                 out=path,
                 resume=started,

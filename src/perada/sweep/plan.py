@@ -6,6 +6,7 @@ import hashlib
 import json
 import shlex
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,8 +40,8 @@ def choose_methods(methods: str | Sequence[str] | None) -> list[str]:
     return list(REGISTRY) if "all" in names else list(dict.fromkeys(names))
 
 
-class Plan:
-    """A folder of trainings that were planned together: the plan, a configuration per training, and the source."""
+class Plan(ABC):
+    """A folder of trainings that were planned together: the plan, their configurations, and the source."""
 
     kind: ClassVar[str]
     verb: ClassVar[str]  # the command: perada VERB
@@ -50,6 +51,18 @@ class Plan:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
+    @property
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Returns the names of all trainings."""
+
+    @abstractmethod
+    def finished(self) -> list[str]:
+        """Returns the names of those that are finished."""
+
+    def after_each(self) -> None:  # noqa: B027
+        """Does nothing; the default hook after each training."""
+
     @classmethod
     def at(cls, source: str | None, data: str | Path | None, out: str | Path | None, resume: bool) -> tuple[Self, str]:
         """Returns an old plan or a new one, whose folder is not made yet, and the preset or file to use."""
@@ -57,12 +70,12 @@ class Plan:
         path = Path(out) if out is not None else Path("runs") / f"{cls.verb}-{source_name(chosen)}"
         if out is None:
             path = newest_path(path) if resume else free_path(path)
-        found = cls(path)
+        planned = cls(path)
         if resume:
-            _ = found.plan  # refused here if there is none
+            _ = planned.plan  # refused here if there is none
         else:
-            found.refuse_taken()
-        return found, chosen
+            planned.refuse_taken()
+        return planned, chosen
 
     @property
     def command(self) -> str:
@@ -136,12 +149,15 @@ class Plan:
 
     @contextmanager
     def working(self, *new: Any) -> Iterator[None]:
-        """Lets one process at a time work in the folder. `new`: the arguments of `write` for a new plan."""
+        """Lets one process at a time work in the folder; what stops the work says how to resume it.
+
+        new: the arguments of `write` for a new plan.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self._unwritable(error) from error
-        with locked(self.path):
+        with locked(self.path), resumable(self.path, self.command):
             if new:
                 self.refuse_taken()  # another process may have been faster
                 self.write(*new)

@@ -21,10 +21,10 @@ from ..lanes import Pool
 from ..methods import REGISTRY
 from ..runs.folder import write_atomic
 from ..runs.jsonfiles import read_rows
-from ..runs.names import resumable, whole_name
+from ..runs.names import whole_name
 from ..runs.train import OnProgress
 from .plan import Plan, begun, check_all, choose_methods, validated
-from .workers import OnRun, Train, Trainings, shares
+from .workers import OnRun, Train, train_all
 
 Grid = Mapping[str, Sequence[Any]]
 
@@ -44,8 +44,11 @@ class Search(Plan):
         kinds = {"method": str, "settings": dict, "local_val": float | None}
         return read_rows(self.path / "results.jsonl", kinds)
 
+    @property
+    def names(self) -> list[str]:
+        return list(self.points)
+
     def finished(self) -> list[str]:
-        """Returns the names of the finished points."""
         return [_name(result) for result in self.results()]
 
     def record(self, result: Mapping[str, Any]) -> None:
@@ -108,11 +111,9 @@ def tune(
         points = search.points
         federation = check_all([_config(search, next(iter(points.values())), settings)])
         say(f"{len(points)} training{'s' if len(points) > 1 else ''}")
-        jobs = 0 if shares(federation.device) else 1
-        work = Trainings(list(points), search.finished, _trainer(search, points, settings, federation))
-        with resumable(search.path, search.command):
-            work.run(jobs, federation.device, on_run, on_round, say)
-            search.write_tuned()
+        train_point = _trainer(search, points, settings, federation)
+        train_all(search, train_point, 0, federation.device, on_run, on_round, say)
+        search.write_tuned()
     return search
 
 

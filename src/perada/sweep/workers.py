@@ -1,30 +1,32 @@
-"""Trainings of a plan: one after another, several processes where there are cores, or one pool of lanes on a GPU."""
+"""The trainings of a plan: one after another, in several processes (CPU), or over one pool of lanes (GPU)."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache, partial
 from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from queue import Empty
 from typing import Any
 
 import torch
 
-from ..errors import Interrupted, RunError
+from ..errors import RunError
 from ..experiment import Say
 from ..lanes import Pool
 from ..lanes.machine import cores, keep_memory
 from ..runs.moment import Progress
 from ..runs.train import OnProgress
+from .plan import Plan
 
 OnRun = Callable[[int, int, str], None]  # finished runs, all runs, the name of the one that begins
 Train = Callable[[str, OnProgress, Say, Pool | None], None]
+Worker = AbstractContextManager[Callable[[str], None]]  # entered by a thread; trains one name after another
 
 
 def jobs_for(runs: int, device: torch.device) -> int:
@@ -37,182 +39,171 @@ def jobs_for(runs: int, device: torch.device) -> int:
 
 
 def shares(device: torch.device) -> bool:
-    """Returns whether several runs there share a process and their lanes."""
+    """Returns whether several runs on this device share a process and its lanes."""
     return device.type == "cuda"
 
 
-@dataclass
-class Trainings:
-    """The trainings of a plan. `after` is called after each of them."""
+def train_all(
+    plan: Plan,
+    train: Train,
+    jobs: int,
+    device: torch.device,
+    on_run: OnRun,
+    on_round: OnProgress,
+    say: Say,
+    factory: tuple[Any, ...] | None = None,
+) -> None:
+    """Trains what is not finished of a plan, `jobs` at once (0: as many as is sensible).
 
-    names: Sequence[str]
-    finished: Callable[[], Collection[str]]
-    train: Train
-    after: Callable[[], None] = lambda: None
+    factory: a function that returns `train` in another process, and its arguments.
+    """
+    names, finished = plan.names, plan.finished()
+    left = [n for n in names if n not in finished]
+    say_once = cache(say)  # several runs would say the same about their data
 
-    def run(
-        self,
-        jobs: int,
-        device: torch.device,
-        on_run: OnRun,
-        on_round: OnProgress,
-        say: Say,
-        worker: tuple[Any, ...] | None = None,
-    ) -> None:
-        """Trains what is not finished, `jobs` at once (0: as many as is sensible).
+    def tell(text: str) -> None:
+        on_run(len(plan.finished()), len(names), text)
 
-        worker: a function that returns `train` in a process of its own, and its arguments.
-        """
-        finished = self.finished()
-        left = [n for n in self.names if n not in finished]
-        speak = cache(say)  # several runs would say the same of their data
+    def done(name: str) -> None:
+        plan.after_each()
+        tell("done" if len(plan.finished()) == len(names) else f"{name} done")
 
-        def tell(text: str) -> None:
-            on_run(len(self.finished()), len(self.names), text)
+    def pooled(name: str, pool: Pool) -> None:
+        def report(progress: Progress) -> None:
+            _warn(name, progress, say_once)
+            tell(f"{name} and others, round {progress.round} of {progress.rounds}")
 
-        def done(name: str) -> None:
-            self.after()
-            tell("done" if len(self.finished()) == len(self.names) else f"{name} done")
+        train(name, report, say_once, pool)
 
-        def pooled(name: str, pool: Pool) -> None:
-            def heard(progress: Progress) -> None:
-                _warn(name, progress, speak)
-                tell(f"{name} and others, round {progress.round} of {progress.rounds}")
-
-            self.train(name, heard, speak, pool)
-
-        tell(left[0] if left else "done")
-        jobs = jobs or jobs_for(len(left), device)
-        if jobs > 1 and shares(device):
-            share_lanes(left, jobs, pooled, done)
-        elif jobs > 1 and worker is not None:
-            work_through(left, jobs, *worker, done=done, say=speak)
-        else:
-            for name in left:
-                tell(name)
-                self.train(name, on_round, speak, None)
-                done(name)
+    tell(left[0] if left else "done")
+    jobs = jobs or jobs_for(len(left), device)
+    if jobs > 1 and shares(device):
+        share_lanes(left, jobs, pooled, done)
+    elif jobs > 1 and factory is not None:
+        share_cores(left, jobs, factory, done, say_once)
+    else:
+        for name in left:
+            tell(name)
+            train(name, on_round, say_once, None)
+            done(name)
 
 
 def _warn(name: str, progress: Progress, say: Say) -> None:
+    """Says which clients a run goes on without."""
     for client in progress.failed:
         say(f"warning: {name}: {client}: training stopped being finite; its last state is kept")
 
 
 def share_lanes(
-    names: Sequence[str],
-    jobs: int,
-    train: Callable[[str, Pool], None],
-    done: Callable[[str], None],
+    names: Sequence[str], jobs: int, train: Callable[[str, Pool], None], done: Callable[[str], None]
 ) -> None:
-    """Trains `names`, `jobs` at a time, in threads that take turns: `train(name, pool)`.
+    """Trains `names`, `jobs` at a time, in threads that take turns: `train(name, pool)`."""
+    many = min(jobs, len(names))
+    pool = Pool(many)
 
-    The first failure or an interrupt ends the others as Ctrl-C would, so that they save their work.
-    """
-    many, failures = min(jobs, len(names)), list[BaseException]()
-    pool, left = Pool(many), iter(names)
-
-    def work() -> None:
+    @contextmanager
+    def worker() -> Iterator[Callable[[str], None]]:
         with pool.member():
-            for name in left:  # safe without a lock: one thread runs at a time
+            yield lambda name: train(name, pool)
+
+    _in_threads(names, [worker() for _ in range(many)], done, pool.stop)
+
+
+def share_cores(
+    names: Sequence[str], jobs: int, factory: tuple[Any, ...], done: Callable[[str], None], say: Say
+) -> None:
+    """Trains `names` in processes; each makes its `train` once, with `factory`."""
+    context, processes = get_context("spawn"), list[BaseProcess]()
+
+    @contextmanager
+    def worker() -> Iterator[Callable[[str], None]]:
+        # The new process inherits this. Ctrl-C reaches every process, but only the main thread here may hear it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        pipe, other_end = context.Pipe()
+        process = context.Process(target=_process, args=(other_end, factory))
+        process.start()
+        processes.append(process)
+        other_end.close()  # so that the pipe ends when the process does
+        try:
+            yield lambda name: _ask(pipe, name, say)
+        finally:
+            with suppress(OSError):  # a process that was killed
+                pipe.send(None)
+            process.join()
+
+    def stop() -> None:
+        for process in processes:
+            process.terminate()
+
+    _in_threads(names, [worker() for _ in range(min(jobs, len(names)))], done, stop)
+
+
+def _in_threads(
+    names: Sequence[str], workers: Sequence[Worker], done: Callable[[str], None], stop: Callable[[], None]
+) -> None:
+    """Lets a thread per worker train the next of `names` until none is left.
+
+    The first failure or an interrupt stops the others as Ctrl-C would, so that they save their work.
+    """
+    left, failures, lock = iter(names), list[BaseException](), threading.Lock()
+
+    def work(worker: Worker) -> None:
+        with worker as train:
+            for name in left:
                 try:
                     if not failures:
-                        train(name, pool)
-                        done(name)
+                        train(name)
+                        with lock:
+                            done(name)
                 except BaseException as error:
                     failures.append(error)
-                    pool.stop()
+                    stop()
 
-    with ThreadPoolExecutor(many, "perada-run") as threads:
-        running = [threads.submit(work) for _ in range(many)]
+    with ThreadPoolExecutor(len(workers), "perada-run") as threads:
+        running = [threads.submit(work, worker) for worker in workers]
         try:
             for future in running:
                 future.result()
         except BaseException as error:
-            failures.insert(0, error)
-            pool.stop()
-    real = [e for e in failures if not isinstance(e, (KeyboardInterrupt, Interrupted))]
+            failures.append(error)
+            stop()
     if failures:
-        raise (real or failures)[0]
+        raise failures[0]
 
 
-def work_through(
-    names: Sequence[str],
-    jobs: int,
-    worker: Callable[..., Train],
-    *args: Any,
-    done: Callable[[str], None],
-    say: Say,
-) -> None:
-    """Trains `names` in processes: each makes `worker(*args)` once, and calls it with one name after another.
-
-    The first failure or an interrupt ends the others as Ctrl-C would, so that they save their work.
-    """
-    context = get_context("spawn")
-    tasks, results = context.Queue(), context.Queue()
-    for name in [*names, *[None] * jobs]:
-        tasks.put(name)
-    processes = [context.Process(target=_process, args=(tasks, results, worker, args)) for _ in range(jobs)]
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; this one tells the others
-    for process in processes:
-        process.start()
-    signal.signal(signal.SIGINT, before)
+def _ask(pipe: Connection, name: str, say: Say) -> None:
+    """Lets a process train a run, and passes on what it says; raises what it raises."""
     try:
-        left = len(names)
-        while left:
-            what, text = _next(results, processes)
-            if isinstance(what, BaseException):
-                raise what
-            if what == "said":
-                say(text)
-            else:
-                left -= 1
-                done(text)
-    except BaseException:
-        for process in processes:
-            if process.is_alive() and process.pid:
-                os.kill(process.pid, signal.SIGTERM)
-        raise
-    finally:
-        for process in processes:
-            process.join()
+        pipe.send(name)
+        while (answer := pipe.recv()) is not None:
+            if isinstance(answer, BaseException):
+                raise answer
+            say(answer)
+    except (EOFError, ConnectionError) as error:
+        raise RunError("a training process was killed (out of memory?); what it had finished is saved") from error
 
 
-def _next(results: Any, processes: Sequence[BaseProcess]) -> tuple[str | BaseException, str]:
-    while True:
-        try:
-            result: tuple[str | BaseException, str] = results.get(timeout=1.0)
-            return result
-        except Empty:
-            if any(p.exitcode not in (None, 0) for p in processes):
-                raise RunError(
-                    "a training process was killed (out of memory?); what it had finished is saved"
-                ) from None
-
-
-def _follow() -> None:
-    """Ends this process with the one that started it, whatever ended that: else this one would be left over."""
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)  # safe: files are written atomically
-
-
-def _process(tasks: Any, results: Any, worker: Callable[..., Train], args: tuple[Any, ...]) -> None:
+def _process(pipe: Connection, factory: tuple[Callable[..., Train], Any]) -> None:
+    """Trains the runs that the pipe names, in a process of its own, until it says None."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.Thread(target=_follow, daemon=True).start()
     keep_memory()
     torch.set_num_threads(1)
     try:
-        train = worker(*args)
-
-        def say(text: str) -> None:
-            results.put(("said", text))
-
-        for name in iter(tasks.get, None):
-            train(name, lambda progress, name=name: _warn(name, progress, say), say, None)  # type: ignore[misc]
-            results.put(("done", name))
+        train = factory[0](*factory[1:])
+        for name in iter(pipe.recv, None):
+            train(name, partial(_warn, name, say=pipe.send), pipe.send, None)
+            pipe.send(None)
     except KeyboardInterrupt:
-        results.put((KeyboardInterrupt(), ""))
+        with suppress(OSError):  # the other process may not wait for an answer
+            pipe.send(KeyboardInterrupt())
     except Exception as error:
-        results.put((error, ""))
+        pipe.send(error)
+
+
+def _follow() -> None:
+    """Ends this process when the one that started it ends, for whatever reason."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)  # safe: files are written atomically
