@@ -1,7 +1,5 @@
 """How all commands print: results on standard output, the rest on standard error."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The `perada` command: parse, call, print."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

@@ -1,10 +1,8 @@
 """What the command line prints."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -18,9 +16,7 @@ from ..report.facts import unlikeness
 from ..report.standings import PERSONAL, Standings, parts
 from ..report.svg import millions
 from ..runs.rows import Evaluation
-
-if TYPE_CHECKING:
-    from ..runs.run import Run
+from ..runs.run import Run
 
 SHADES = "·░▒▓█"
 

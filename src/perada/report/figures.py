@@ -1,11 +1,10 @@
 """The report's pictures: curves over rounds, scores per client, and who holds what."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Self
 
 from .facts import Holdings
 from .svg import WIDTH, Frame, colour, dash, element, length, line, number, picture, shorten, text, ticks
@@ -126,7 +125,7 @@ class Rows:
     left: float
 
     @classmethod
-    def of(cls, names: Sequence[str]) -> Rows:
+    def of(cls, names: Sequence[str]) -> Self:
         longest = max([min(length(n), 16) for n in names] or [0])
         return cls(names, 19 if len(names) <= 60 else 14, 12 + 6.6 * longest)
 

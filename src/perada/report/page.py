@@ -1,24 +1,20 @@
 """The HTML page about runs: its pictures and numbers. page.html arranges them and escapes every text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..data import Federation
 from ..errors import InputError
 from ..runs.folder import write_output
+from ..runs.run import Run
 from .facts import PERSONAL, SERVER, Facts, Holdings, gather_facts, mean_and_std, unlikeness
 from .figures import Series, bars, bubbles, curves, dots
 from .standings import places
 from .svg import colour, dash, human_bytes, millions
-
-if TYPE_CHECKING:
-    from ..data import Federation
-    from ..runs.run import Run
 
 SPLITS = {**PERSONAL, **SERVER}
 BUBBLES = "The area of a bubble is the number of training images; the bars are all of a client's."

@@ -1,7 +1,5 @@
 """The paper's tables from finished runs, one row per method: as Markdown, CSV, LaTeX or JSON."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Small pieces of SVG. Colours are classes and variables of the page's CSS, so pictures follow its colour scheme."""
 
-from __future__ import annotations
-
 import math
 import unicodedata
 from dataclasses import dataclass

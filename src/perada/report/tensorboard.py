@@ -1,7 +1,5 @@
 """Runs for TensorBoard (extra `tensorboard`): one file of events per run."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several methods and seeds on one split: a folder of runs and the paper's table of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

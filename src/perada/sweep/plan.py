@@ -1,7 +1,5 @@
 """What a comparison and a search share: trainings planned in a folder before the first of them starts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex

@@ -1,7 +1,5 @@
 """The trainings of a plan: one after another, in several processes (CPU), or over one pool of lanes (GPU)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
