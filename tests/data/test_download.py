@@ -207,7 +207,7 @@ def test_a_file_without_a_checksum_never_joins_old_and_new(server: Server, tmp_p
     place = get("loose", tmp_path)
     assert (place / "small.npy").read_bytes() == GOOD
     assert [p.name for p in place.iterdir()] == ["small.npy"]
-    assert download.sha256(place / "small.npy") == hashlib.sha256(GOOD).hexdigest()
+    assert download.digest(place / "small.npy") == hashlib.sha256(GOOD).hexdigest()
     get("loose", tmp_path)
     assert server.ranges == [None]
     assert download.CATALOGUE["loose"].checksum == "no published checksum"
@@ -238,7 +238,7 @@ def test_an_archive_of_something_else_and_a_root_that_cannot_be(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("x")
-    failed(RunError, "tiny", tmp_path / "file" / "data", "--root")
+    failed(RunError, "tiny", tmp_path / "file" / "data", "another folder")
     remote = download.CATALOGUE["tiny"].remotes
     monkeypatch.setitem(download.CATALOGUE, "tiny", Entry("tiny", "", "other-folder", 1, "", remote))
     failed(InputError, "tiny", tmp_path / "data", "no folder other-folder")

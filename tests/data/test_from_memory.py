@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,8 @@ def test_names_numbers_and_several_labels() -> None:
         ({"a": (X[:1], Y[:1])}, "each site needs 2 training images, but a has 1"),
         ({"a": X}, "site 'a': give a pair (images, labels)"),
         ({"a": None}, "site 'a': give a pair (images, labels)"),
-        ({"a": (X, Y), "b": (X[..., :8], Y)}, "site 'b': images [3, 8, 8], at other sites [3, 8, 9]"),
-        ({"a": (X, Y), "b": (X, Y.astype(str))}, "site 'b': labels of another kind than at other sites"),
+        ({"a": (X, Y), "b": (X[..., :8], Y)}, "site 'b': images [3, 8, 8], but site 'a' has [3, 8, 9]"),
+        ({"a": (X, Y), "b": (X, Y.astype(str))}, "site 'b': labels of another kind than those of site 'a'"),
         ({"a": (X, Y), "b": (X, np.eye(3, dtype=int)[Y])}, "site 'b': labels of another kind"),
         ({"a": (X, np.eye(3)[Y]), "b": (X, np.eye(4)[Y])}, "site 'b': labels of another kind"),
     ],
@@ -268,6 +269,7 @@ def test_facts_make_a_blank_federation() -> None:
         "std": [0.229, 0.224, 0.225],
         "clients": {"north": [21, 3, 6], "south": [14, 2, 4]},
         "split": f.fingerprint,
+        "pixels": f.pixels,
     }
     made = blank(facts, CPU)
     assert made is not None
@@ -318,3 +320,16 @@ def test_a_run_on_arrays_is_loaded_with_the_same_arrays_only(tmp_path: Path) -> 
     other = Federation.from_arrays(two(x[::-1], Y[::-1]))
     with pytest.raises(InputError, match="the data are not those"):
         perada.load(tmp_path / "run", model=net, federation=other, device="cpu").evaluate()
+    changed = x.copy()
+    changed[7, 2, 3, 4] ^= 1
+    same_labels = Federation.from_arrays(two(changed))
+    with pytest.raises(InputError, match=r"the data are not those .* \(other images\)"):
+        perada.load(tmp_path / "run", model=net, federation=same_labels, device="cpu")
+    with pytest.raises(InputError, match="other images"):
+        perada.Experiment(net, same_labels, PerAda(), **options).run(tmp_path / "run", resume=True)
+    about = tmp_path / "run" / "data.json"
+    facts = json.loads(about.read_text())
+    assert facts.pop("pixels") == f.pixels
+    about.write_text(json.dumps(facts))  # as an older version wrote it
+    old = perada.load(tmp_path / "run", model=net, federation=Federation.from_arrays(two(x)), device="cpu")
+    assert old.evaluate() == trained.evaluate()

@@ -16,10 +16,10 @@ import pytest
 from PIL import Image
 
 from perada.data import SOURCES, DataOptions, public_images
-from perada.data.chexpert import DISEASES, chexpert
 from perada.data.cifar import CIFAR10_CLASSES, cifar10, cifar10_1, cifar10_c, cifar100, stl10, stl10_public
 from perada.data.corruptions import CORRUPTIONS
-from perada.data.office import office_home
+from perada.data.folder import office_home
+from perada.data.manifest import DISEASES, chexpert
 from perada.errors import InputError
 
 RNG = np.random.default_rng(0)

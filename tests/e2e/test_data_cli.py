@@ -27,9 +27,9 @@ import perada
 from perada.cli import main as cli
 from perada.config import build, resolve
 from perada.data import download
-from perada.data.chexpert import DISEASES
 from perada.data.cifar import CIFAR10_CLASSES
 from perada.data.download import Entry, Remote
+from perada.data.manifest import DISEASES
 
 from .test_own_data import refused
 

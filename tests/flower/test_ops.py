@@ -270,7 +270,7 @@ from perada.flower import processes
 processes.GRACE = 0.5
 with processes.stoppable():
     lines = []
-    child = processes.Child([sys.executable, "-c", {PARENT!r}], dict(os.environ), Path("log"), lines.append, Path("."))
+    child = processes.Child([sys.executable, "-c", {PARENT!r}], dict(os.environ), Path("log"), lines.append)
     while "up" not in lines:
         time.sleep(0.02)
     print(len(processes.descendants(os.getpid())))
@@ -286,7 +286,7 @@ SIGNS = """
 import itertools
 from flwr.supercore.heartbeat import HeartbeatSender
 from perada.flower.guards import guard_node
-guard_node(0.5)
+guard_node()
 sender = HeartbeatSender(lambda: True)
 print(list(itertools.islice(sender._retry_invoker.wait_gen_factory(), 6)))
 """

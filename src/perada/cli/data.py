@@ -37,7 +37,7 @@ def get_command(
             path = download.get(name, home, show)
         tell(f"{name}   {path}")
         for file in download.unchecked(name, home):
-            tell(f"no published checksum for {file.name}; its sha256 is {download.sha256(file)}")
+            tell(f"no published checksum for {file.name}; its sha256 is {download.digest(file)}")
 
 
 @app.command("list")

@@ -13,13 +13,12 @@ Instead of one array there may be one per split: x_train, y_train, x_test, y_tes
 train_labels, test_images, … Other keys are ignored.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,17 +44,22 @@ Pair = tuple[Any, Any]  # images and labels, numpy or torch
 
 
 class _Part(NamedTuple):
-    """The images and labels of one site for one split; `where` names them in an error."""
+    """Some images and their labels; `where` names them in an error."""
 
     where: str
-    site: str
-    split: str
     images: Pixels
     labels: Array
+    split: str = "train"
+    site: str | None = None
+
+
+def _part(where: str, images: Any, labels: Any, split: str = "train", site: str | None = None) -> _Part:
+    x = pixels_of(where, images)
+    return _Part(where, x, _labels(where, labels, len(x)), split, site)
 
 
 def from_sites(sites: Mapping[str, Pair], classes: Sequence[str] | None = None, **sets: Mapping[str, Pair]) -> Source:
-    """Returns a `Source` of each site's images and labels; `val` and `test` are further ones of the same sites."""
+    """Returns a `Source` of each site's images and labels; sets: `val` and `test` data of the same sites."""
     if not sites:
         raise InputError('no sites: give {"site": (images, labels)}')
     parts = []  # sorted, so that the order of the mapping does not matter
@@ -70,57 +74,49 @@ def from_sites(sites: Mapping[str, Pair], classes: Sequence[str] | None = None, 
                 x, y = given[site]
             except (TypeError, ValueError) as error:
                 raise InputError(f"{where}: give a pair (images, labels)") from error
-            images = pixels_of(where, x)
-            parts.append(_Part(where, site, split, images, _labels(where, y, len(images))))
-
-    def kind(labels: Array) -> tuple[Any, ...]:
-        return labels.dtype.kind == "U", *labels.shape[1:]
-
-    for p in parts:
-        size, wanted = list(p.images.shape[1:]), list(parts[0].images.shape[1:])
-        if size != wanted:
-            raise InputError(f"{p.where}: images {size}, at other sites {wanted}")
-        if kind(p.labels) != kind(parts[0].labels):
-            raise InputError(f"{p.where}: labels of another kind than at other sites")
-    names = _class_names(np.concatenate([p.labels for p in parts])) if classes is None else tuple(map(str, classes))
-    targets = np.concatenate([_numbered(p.where, p.labels, names) for p in parts])
-    counts = [len(p.images) for p in parts]
-    owner = np.repeat(np.array([p.site for p in parts]), counts)
-    test, val = split_masks(np.repeat([p.split for p in parts], counts).tolist())
-    return _source("arrays", np.concatenate([p.images for p in parts]), targets, names, owner, test, val)
+            parts.append(_part(where, x, y, split, site))
+    return _source("arrays", parts, classes)
 
 
 def npz(path: str) -> Source:
     """Returns a `Source` of the arrays in a file; the module's docstring has the keys."""
     file = Path(path).expanduser()
     arrays = _load(file)
-    for images_key, labels_key in PIECES:
-        if images_key.format("train") in arrays:
-            arrays = _joined(file, arrays, images_key, labels_key)
-            break
-    images = _images(file, arrays)
-    count = len(images)
-    raw = _first(arrays, LABELS)
-    if raw is None:
-        raise InputError(f"{file}: no labels: expected one of {', '.join(LABELS)}, or y_train beside x_train")
-    labels = _labels(str(file), raw, count)
     names = _first(arrays, CLASSES)
-    classes = _class_names(labels) if names is None else tuple(str(n) for n in names.ravel())
-    targets = _numbered(str(file), labels, classes)
-    return _source(file.stem, images, targets, classes, _site(file, arrays, count), *_split(file, arrays, count))
+    classes = None if names is None else names.ravel().tolist()
+    if parts := _per_split(file, arrays):
+        return _source(file.stem, parts, classes)
+    images, labels = _images(file, arrays), _first(arrays, LABELS)
+    if labels is None:
+        raise InputError(f"{file}: no labels: expected one of {', '.join(LABELS)}, or y_train with x_train")
+    source = _source(file.stem, [_part(str(file), images, labels)], classes)
+    count = len(source.images)
+    test, val = _split(file, arrays, count)
+    return replace(source, site=_site(file, arrays, count), test=test, val=val)
 
 
-def _source(
-    name: str,
-    images: Pixels,
-    targets: Targets,
-    classes: tuple[str, ...],
-    site: NDArray[np.str_] | None,
-    test: Mask | None,
-    val: Mask | None,
-) -> Source:
+def _source(name: str, parts: Sequence[_Part], classes: Sequence[object] | None) -> Source:
+    """Joins the parts; classes: by default those of the labels."""
+    first = parts[0]
+    for part in parts:
+        size, expected = list(part.images.shape[1:]), list(first.images.shape[1:])
+        if size != expected:
+            raise InputError(f"{part.where}: images {size}, but {first.where} has {expected}")
+        if _kind(part.labels) != _kind(first.labels):
+            raise InputError(f"{part.where}: labels of another kind than those of {first.where}")
+    names = _class_names(np.concatenate([p.labels for p in parts])) if classes is None else tuple(map(str, classes))
+    images = np.concatenate([p.images for p in parts])
+    targets = np.concatenate([_numbered(p.where, p.labels, names) for p in parts])
+    counts = [len(p.images) for p in parts]
+    site = None if first.site is None else np.repeat([str(p.site) for p in parts], counts)
+    test, val = split_masks(np.repeat([p.split for p in parts], counts).tolist())
     mean, std = IMAGENET if images.shape[1] == 3 else ((0.5,), (0.25,))
-    return Source(name, images, targets, classes, mean, std, test, site, val)
+    return Source(name, images, targets, names, mean, std, test, site, val)
+
+
+def _kind(labels: Array) -> tuple[Any, ...]:
+    """Returns what labels must have in common: whether they are names, and how many one image has."""
+    return labels.dtype.kind == "U", *labels.shape[1:]
 
 
 def _load(file: Path) -> Arrays:
@@ -145,22 +141,17 @@ def _first(arrays: Arrays, keys: tuple[str, ...]) -> Array | None:
     return next((arrays[key] for key in keys if key in arrays), None)
 
 
-def _joined(file: Path, arrays: Arrays, images_key: str, labels_key: str) -> Arrays:
-    """x_train, x_test, … as one array with a split."""
-    images, labels, split = [], [], []
-    for word, name in SPLITS.items():
-        x, y = images_key.format(word), labels_key.format(word)
-        if x not in arrays:
+def _per_split(file: Path, arrays: Arrays) -> list[_Part]:
+    """Returns x_train, x_test, … with their labels; nothing if the file has no x_train."""
+    for images_key, labels_key in PIECES:
+        names = [(images_key.format(word), labels_key.format(word), word) for word in SPLITS]
+        if names[0][0] not in arrays:
             continue
-        if y not in arrays or len(arrays[y]) != len(arrays[x]):
-            raise InputError(f"{file}: {x} needs a {y} of the same length")
-        images.append(arrays[x])
-        labels.append(arrays[y])
-        split += [name] * len(arrays[x])
-    if len({part.shape[1:] for part in images}) > 1 or len({part.ndim for part in labels}) > 1:
-        raise InputError(f"{file}: training and test images or labels have different shapes")
-    whole = {"images": np.concatenate(images), "labels": np.concatenate(labels), "split": np.array(split)}
-    return {key: value for key, value in arrays.items() if key in CLASSES} | whole
+        for x, y, _ in names:
+            if x in arrays and y not in arrays:
+                raise InputError(f"{file}: {x} needs a {y} of the same length")
+        return [_part(f"{file}: {x}", arrays[x], arrays[y], word) for x, y, word in names if x in arrays]
+    return []
 
 
 def _images(file: Path, arrays: Arrays) -> Pixels:
@@ -205,7 +196,7 @@ def _numpy(where: str, values: Any) -> Array:
 
 
 def _decoded(file: Path, data: Array, offset: Array) -> Pixels:
-    """Image files one behind the other -> `[n, H, W, 3]`; all of one size, as arrays are."""
+    """Returns the pixels of image files that are stored end to end, `[n, H, W, 3]`; all have one size."""
     if data.dtype != np.uint8 or data.ndim != 1 or offset.dtype.kind not in "iu" or offset.ndim != 1:
         raise InputError(f"{file}: compressed images need bytes (uint8) and whole numbers as their offsets")
     ends = offset.astype(np.int64)
@@ -224,7 +215,7 @@ def _decoded(file: Path, data: Array, offset: Array) -> Pixels:
 
 
 def _labels(where: str, labels: Any, count: int) -> Array:
-    """Returns labels as given: whole numbers or names `[n]`, or 0 and 1 `[n, labels]`."""
+    """Returns labels as given, checked: whole numbers or names `[n]`, or 0 and 1 `[n, labels]`."""
     y = _numpy(where, labels)
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
@@ -272,6 +263,7 @@ def _numbered(where: str, labels: Array, classes: tuple[str, ...]) -> Targets:
 
 
 def _site(file: Path, arrays: Arrays, count: int) -> NDArray[np.str_] | None:
+    """Returns the owner of each image, None if the file has none."""
     for key, tables in SITES.items():
         if key not in arrays:
             continue
@@ -287,27 +279,28 @@ def _site(file: Path, arrays: Arrays, count: int) -> NDArray[np.str_] | None:
 
 
 def _split(file: Path, arrays: Arrays, count: int) -> tuple[Mask | None, Mask | None]:
-    """Masks of the test and the validation images, None if there are none."""
-    if "split" not in arrays:
-        for name in ("test", "val"):
-            mask = arrays.get(name)
-            if mask is not None and (mask.shape != (count,) or not np.isin(mask, (0, 1)).all()):
-                raise InputError(f"{file}: {name} must have 0 or 1 for each image")
-        test, val = (
-            m.astype(np.bool_) if (m := arrays.get(name)) is not None and m.any() else None for name in ("test", "val")
-        )
-        return test, val
-    words = [str(s).lower() for s in arrays["split"].ravel()]
-    strange = sorted(set(words) - SPLITS.keys())
-    if strange:
-        raise InputError(f"{file}: split {strange[0]!r}: expected train, val or test")
-    if len(words) != count:
-        raise InputError(f"{file}: split must have one entry for each image")
-    return split_masks(words)
+    """Returns masks of the test and the validation images, None if there are none."""
+    if "split" in arrays:
+        words = [str(word).lower() for word in arrays["split"].ravel()]
+        strange = sorted(set(words) - SPLITS.keys())
+        if strange:
+            raise InputError(f"{file}: split {strange[0]!r}: expected train, val or test")
+        if len(words) != count:
+            raise InputError(f"{file}: split must have one entry for each image")
+        return split_masks(words)
+    for name in ("test", "val"):
+        mask = arrays.get(name)
+        if mask is not None and (mask.shape != (count,) or not np.isin(mask, (0, 1)).all()):
+            raise InputError(f"{file}: {name} must have 0 or 1 for each image")
+    none = np.zeros(count)
+    return _any(arrays.get("test", none) == 1), _any(arrays.get("val", none) == 1)
 
 
 def split_masks(words: Sequence[str]) -> tuple[Mask | None, Mask | None]:
     """Returns masks of the test and the validation images from a word per image, None if there are none."""
     names = np.array([SPLITS[word] for word in words])
-    test, val = (mask if mask.any() else None for mask in (names == "test", names == "val"))
-    return test, val
+    return _any(names == "test"), _any(names == "val")
+
+
+def _any(mask: Mask) -> Mask | None:
+    return mask if mask.any() else None

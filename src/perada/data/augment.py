@@ -4,8 +4,6 @@ The draws are a hash of (the lane's key of this step, the sample's place in its 
 local lanes see the same views, whatever the cohort, the grouping of lanes or the machine.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,12 +1,11 @@
 """Batches of exactly B for every lane, from seeded permutations of each client's samples."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Self
 
 import numpy as np
 import torch
@@ -82,14 +81,14 @@ class ClientBatches:
         key = (id(self.federation), len(self.row), clients, self.capacity, batch)
         return None if self.federation.stream else key
 
-    def twin(self) -> ClientBatches:
+    def twin(self) -> Self:
         other = copy.copy(self)
         clients, _, batch = self.index.shape
         other.index = torch.zeros(clients, self.capacity, batch, dtype=torch.int64, device=self.index.device)
         other.row, other.keys = self.row.clone(), self.keys.clone()
         return other
 
-    def copy_(self, other: ClientBatches) -> None:
+    def copy_(self, other: Self) -> None:
         self.index[:, : other.index.shape[1]].copy_(other.index)
         self.row.copy_(other.row)
         self.keys.copy_(other.keys)
@@ -100,7 +99,7 @@ class ClientBatches:
         f = self.federation
         return None if f.stream else (id(f.images), id(f.targets), f.augment, self.index.shape[2], self.dtype)
 
-    def merged(self, others: Sequence[ClientBatches]) -> ClientBatches:
+    def merged(self, others: Sequence[Self]) -> Self:
         every = [self, *others]
         whole, longest = copy.copy(self), max(b.index.shape[1] for b in every)
         whole.index = torch.cat([F.pad(b.index, (0, 0, 0, longest - b.index.shape[1])) for b in every])

@@ -1,7 +1,5 @@
 """Files on disk that save work: whole or absent, and never needed."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

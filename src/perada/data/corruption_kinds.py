@@ -4,8 +4,6 @@ The parameters are the benchmark's for 32 px; `s` is `scale_of`, how many pixels
 leave 0..1; `corruptions.corrupt` clips and rounds them. A result depends on the image's own pixels and stream alone.
 """
 
-from __future__ import annotations
-
 from io import BytesIO
 
 import numpy as np

@@ -4,8 +4,6 @@ Everything here is elementwise or runs along the lines of one image, and never i
 product may add in another order for another batch size, and no result may depend on the other images.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache

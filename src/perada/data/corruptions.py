@@ -11,8 +11,6 @@ elastic, pixelate, fog) follow the size by themselves, noise and colour do not d
 blocks. On very small images neighbouring severities can coincide (pixelate at 8×8: 7, 7, 6, 6, 5 pixels).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The embedded default: real handwritten digits at the clients, rendered glyphs as public data."""
 
-from __future__ import annotations
-
 from importlib import resources
 
 import numpy as np

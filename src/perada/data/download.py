@@ -1,10 +1,7 @@
-"""`perada data get NAME`: the official archives, checked and unpacked.
+"""`perada data get NAME`: fetches the official archives, checks and unpacks them.
 
-pooch checks a file's checksum before the file gets its name. It uses our own downloader, because pooch's starts again
-after a cut: ours keeps `FILE.part` and asks the server for the rest.
+A cut download leaves `FILE.part`. The next connection, or the next command, asks the server for the rest.
 """
-
-from __future__ import annotations
 
 import errno
 import gzip
@@ -93,131 +90,107 @@ def unchecked(name: str, root: str | Path) -> list[Path]:
 
 
 def get(name: str, root: str | Path, progress: Progress | None = None) -> Path:
-    """Fetches, checks and unpacks a data set below `root`; returns its folder. One that is there is left as it is."""
+    """Fetches, checks and unpacks a data set below `root`, unless it is there; returns its folder."""
     entry = check(name, root)
     base = Path(root).expanduser()
     place = base / entry.folder
     try:
-        base.mkdir(parents=True, exist_ok=True)
-        archives = [r for r in entry.remotes if ".tar" in r.file]
-        if archives and place.is_dir():
-            return place
         for remote in entry.remotes:
-            if remote in archives:
+            if ".tar" not in remote.file:
+                _fetch(remote, place, progress)
+            elif not place.is_dir():
                 file = _fetch(remote, base, progress)
                 _unpack(file, base, entry.folder)
                 file.unlink()  # it is as large as what it contains
-            elif not (place / remote.file).is_file():
-                _fetch(remote, place, progress)
     except OSError as error:
         raise RunError(
-            f"cannot write to {base}: {error.strerror or error}: make room, or give another --root"
+            f"cannot write to {base}: {error.strerror or error}: make room, or choose another folder"
         ) from error
     return place
 
 
-def sha256(path: Path) -> str:
-    """Returns a checksum for files without a published one, so that two people can compare what they got."""
+def digest(path: Path, algorithm: str = "sha256") -> str:
+    """Returns a file's checksum as hexadecimal text."""
     with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+        return hashlib.file_digest(f, algorithm).hexdigest()
 
 
 def _fetch(remote: Remote, folder: Path, progress: Progress | None) -> Path:
-    """Returns the whole file, which is in place only when its checksum is right."""
-    import pooch  # type: ignore[import-untyped]  # here: slow to import, and most commands do not need it
-
-    pooch.get_logger().setLevel("WARNING")
+    """Returns the whole file, which gets its name only when its checksum is right."""
     folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{remote.file}.part"
+    file, part = folder / remote.file, folder / f"{remote.file}.part"
+    if file.is_file() and _is_official(file, remote):
+        return file
     if remote.checksum is None:
         part.unlink(missing_ok=True)  # nothing would show that an old half and a new half do not match
-    try:
-        return Path(
-            pooch.retrieve(
-                url=remote.url,
-                known_hash=remote.checksum,
-                fname=remote.file,
-                path=folder,
-                downloader=_Resuming(part, progress),
-            )
-        )
-    except ValueError as error:  # a wrong checksum; pooch has removed the file
+    _download(remote.url, part, progress)
+    if not _is_official(part, remote):
+        part.unlink()
         raise InputError(
             f"{remote.file} from {remote.url} is not the official file (wrong checksum, expected {remote.checksum}): "
             "it was removed; try again, or fetch it by hand"
-        ) from error
+        )
+    return part.replace(file)
 
 
-@dataclass
-class _Resuming:
-    """A pooch downloader: called with the URL and where pooch wants the file."""
-
-    part: Path
-    progress: Progress | None
-
-    def __call__(self, url: str, output_file: Any, pooch: Any) -> None:
-        tries, pause = 0, PAUSE
-        while True:
-            before = self._length()
-            try:
-                if self._once(url):
-                    break
-                why = "the connection was cut"
-            except urllib.error.HTTPError as error:
-                error.close()
-                if error.code == 416:  # there are no more bytes, so ours are of another file
-                    self.part.unlink(missing_ok=True)
-                elif error.code < 500 and error.code != 429:
-                    raise InputError(
-                        f"{url}: the server answers {error.code} {error.reason}: the file has moved; fetch it by hand"
-                    ) from error
-                why = f"the server answers {error.code} {error.reason}"
-            except (OSError, http.client.HTTPException) as error:
-                if isinstance(error, OSError) and (error.errno in _DISK or error.filename is not None):
-                    raise  # the disk here, not the network
-                why = str(getattr(error, "reason", "") or error) or type(error).__name__
-            have = self._length()
-            tries, pause = (1, PAUSE) if have > before else (tries + 1, pause)
-            if tries >= TRIES:
-                kept = f"{have} bytes are kept in {self.part}: the same command continues from there"
-                raise RunError(
-                    f"cannot download {url}: {why}; {kept if have else 'nothing was saved: try again later'}"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 30.0)
-        os.replace(self.part, output_file)
-
-    def _length(self) -> int:
-        return self.part.stat().st_size if self.part.exists() else 0
-
-    def _once(self, url: str) -> bool:
-        """Fetches what one connection gives; returns whether the file is whole."""
-        have = self._length()
-        request = urllib.request.Request(url, headers={"User-Agent": "perada"})
-        if have:
-            request.add_header("Range", f"bytes={have}-")
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-            start, total = _extent(answer, have)
-            with self.part.open("ab" if start else "wb") as f:
-                at = start
-                while data := answer.read(_CHUNK):
-                    f.write(data)
-                    at += len(data)
-                    if self.progress is not None:
-                        self.progress(self.part.name.removesuffix(".part"), at, total)
-        return total is None or at == total
+def _is_official(file: Path, remote: Remote) -> bool:
+    if remote.checksum is None:
+        return True
+    algorithm, _, published = remote.checksum.partition(":")
+    return digest(file, algorithm) == published
 
 
-def _extent(answer: http.client.HTTPResponse, have: int) -> tuple[int, int | None]:
-    """Returns where the bytes that come belong, and the length of the whole file, if the server says it."""
-    if answer.status == 206:
-        span, _, whole = str(answer.headers.get("Content-Range", "")).removeprefix("bytes ").partition("/")
-        start = span.partition("-")[0]
-        if start == str(have):
-            return have, int(whole) if whole.isdecimal() else None
-        raise http.client.HTTPException(f"asked for bytes from {have}, the server sends {span or 'others'}")
-    length = str(answer.headers.get("Content-Length", ""))  # 200: the server sends everything
-    return 0, int(length) if length.isdecimal() else None
+def _download(url: str, part: Path, progress: Progress | None) -> None:
+    """Completes the file `part`; gives up after `TRIES` connections in a row that bring nothing new."""
+    tries, pause = 0, PAUSE
+    while True:
+        before = _length(part)
+        try:
+            if _receive(url, part, before, progress):
+                return
+            why = "the connection was cut"
+        except urllib.error.HTTPError as error:
+            error.close()
+            why = f"the server answers {error.code} {error.reason}"
+            if error.code == 416:  # there are no more bytes, so ours are of another file
+                part.unlink(missing_ok=True)
+            elif error.code < 500 and error.code != 429:
+                raise InputError(f"{url}: {why}: the file has moved; fetch it by hand") from error
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, OSError) and (error.errno in _DISK or error.filename is not None):
+                raise  # the disk here, not the network
+            why = str(getattr(error, "reason", "") or error) or type(error).__name__
+        size = _length(part)
+        tries, pause = (1, PAUSE) if size > before else (tries + 1, pause)
+        if tries >= TRIES:
+            saved = f"{size} bytes are kept in {part}: the same command continues from there"
+            raise RunError(f"cannot download {url}: {why}; {saved if size else 'nothing was saved: try again later'}")
+        time.sleep(pause)
+        pause = min(2 * pause, 30.0)
+
+
+def _length(part: Path) -> int:
+    return part.stat().st_size if part.exists() else 0
+
+
+def _receive(url: str, part: Path, offset: int, progress: Progress | None) -> bool:
+    """Asks for the bytes from `offset`, writes what one connection gives; returns whether the file is whole."""
+    headers = {"User-Agent": "perada"} | ({"Range": f"bytes={offset}-"} if offset else {})
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as answer:
+        total = str(answer.headers.get("Content-Length", ""))
+        if answer.status == 206:
+            span, _, total = str(answer.headers.get("Content-Range", "")).removeprefix("bytes ").partition("/")
+            if span.partition("-")[0] != str(offset):
+                raise http.client.HTTPException(f"asked for bytes from {offset}, the server sends {span or 'others'}")
+        else:  # the server sends everything
+            offset = 0
+        whole = int(total) if total.isdecimal() else None
+        with part.open("ab" if offset else "wb") as f:
+            while data := answer.read(_CHUNK):
+                offset += f.write(data)
+                if progress is not None:
+                    progress(part.name.removesuffix(".part"), offset, whole)
+    return whole is None or offset == whole
 
 
 def _unpack(file: Path, base: Path, folder: str) -> None:

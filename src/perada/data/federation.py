@@ -1,4 +1,4 @@
-"""Who holds what: images, targets, and each client's own train, validation and test indices."""
+"""A federation: images, targets, and each client's own train, validation and test indices."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .named import GIVEN, read_source
 from .options import DataOptions
 from .partition import LEAST
 from .source import Client, Indices, Pixels, Source
-from .split import fingerprint, split
+from .split import fingerprint, pixels_hash, split
 
 CPU = torch.device("cpu")
 
 
 @lru_cache
 def _channels(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`[C, 1, 1]`, made once: while a GPU's work is recorded nothing may be copied to it."""
+    """Returns values per channel, `[C, 1, 1]`, made once: nothing may be copied to a GPU while its work is recorded."""
     return torch.tensor(values, dtype=dtype, device=device).view(-1, 1, 1)
 
 
 @dataclass(frozen=True)
 class Federation:
-    """The clients over one pool of images. One client on its own machine is a federation of one.
+    """Holds the clients and the images of all of them. One client on its own machine is a federation of one.
 
     `from_arrays`, `from_folder`, `from_manifest` and `named` make one on the CPU; `to` moves it.
     """
@@ -54,13 +54,16 @@ class Federation:
     skipped: tuple[str, ...] = ()  # files that could not be read
     tested: bool = True  # whether any client has test images; known even where those must not be touched
     fingerprint: str = ""  # of who holds which images (`split.fingerprint`)
+    pixels: str = ""  # a hash of arrays that the user gave, which have no file names
     seed: int = 0  # of the split, and of the order of public images
     options: DataOptions = field(default_factory=lambda: DataOptions(name=GIVEN))  # that make it again
 
     def __repr__(self) -> str:
-        shape = "×".join(map(str, self.images.shape[1:]))
-        size = f"{len(self.clients)} clients, {len(self.images):,} images of {shape}, {len(self.classes)} classes"
-        return f"Federation({self.name!r}: {size})"
+        classes = f"{len(self.classes)} classes"
+        return f"Federation({self.name!r}: {len(self.clients)} clients, {self._size()}, {classes})"
+
+    def _size(self) -> str:
+        return f"{len(self.images):,} images of {'×'.join(map(str, self.images.shape[1:]))}"
 
     @classmethod
     def from_arrays(
@@ -78,10 +81,11 @@ class Federation:
         (numbers or names), or `[n, labels]` of 0 and 1. val and test: the share of each site's data, or one set per
         site. options: other fields of `DataOptions`; partition="dirichlet" pools the sites and simulates clients.
         """
-        given = {name: sets for name, sets in (("val", val), ("test", test)) if isinstance(sets, Mapping)}
-        shares = {name: share for name, share in (("val", val), ("test", test)) if name not in given}
-        chosen = DataOptions.of(**{"name": GIVEN, "partition": "site", **shares, **options})
-        return build_federation(chosen, source=from_sites(sites, classes, **given))
+        options = {"name": GIVEN, "partition": "site", **options}
+        sets: dict[str, Any] = {}
+        for name, value in (("val", val), ("test", test)):
+            (sets if isinstance(value, Mapping) else options)[name] = value
+        return build_federation(DataOptions.of(**options), source=from_sites(sites, classes, **sets))
 
     @classmethod
     def from_folder(cls, path: str | Path, *, size: int = 64, partition: str = "site", **options: Any) -> Federation:
@@ -89,7 +93,7 @@ class Federation:
 
         options: other fields of `DataOptions`.
         """
-        chosen = DataOptions.of(name="folder", root=_absolute(path), size=size, partition=partition, **options)
+        chosen = _of_files(path, size, partition, options)
         return build_federation(chosen, source=folder(chosen.root, size, chosen.skip_bad))
 
     @classmethod
@@ -100,9 +104,7 @@ class Federation:
         """
         if Path(path).suffix.lower() not in (".csv", ".tsv"):
             raise InputError(f"{path} is not a manifest: give a .csv or .tsv file")
-        return build_federation(
-            DataOptions.of(name="folder", root=_absolute(path), size=size, partition=partition, **options)
-        )
+        return build_federation(_of_files(path, size, partition, options))
 
     @classmethod
     def named(cls, name: str, **options: Any) -> Federation:
@@ -128,7 +130,7 @@ class Federation:
 
     @property
     def device(self) -> torch.device:
-        """The device that computes."""
+        """Returns the device that computes."""
         return self.targets.device
 
     def take(self, index: Indices | Tensor) -> Tensor:
@@ -142,27 +144,29 @@ class Federation:
         return self.targets[sent(torch.from_numpy(index), self.device)]
 
     def about_images(self) -> str:
-        """Returns a line: how many images, and where they are kept."""
-        size = "×".join(map(str, self.images.shape[1:]))
+        """Returns a line that says how many images there are, and where they are kept."""
         where = "streamed from memory" if self.stream else f"on {self.images.device.type}"
-        return f"{len(self.images):,} images of {size}: {self.images.numel() / 1e6:,.1f} MB as bytes, {where}"
+        return f"{self._size()}: {self.images.numel() / 1e6:,.1f} MB as bytes, {where}"
 
     @property
     def test(self) -> Indices:
-        """Global-test: the union of all clients' test data, in client order."""
+        """Returns Global-test: the union of all clients' test data, in client order."""
         return np.concatenate([c.test for c in self.clients])
 
     @property
     def val(self) -> Indices:
-        """The union of all clients' validation data, in client order."""
+        """Returns the union of all clients' validation data, in client order."""
         return np.concatenate([c.val for c in self.clients])
 
     def prepare(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 `[n, C, H, W]` -> normalised `[n, 3, H, W]`; grey images become three equal channels."""
-        return normalised(images, *(_channels(values, dtype, images.device) for values in (self.mean, self.std)))
+        """Returns images `[n, C, H, W]` normalised, `[n, 3, H, W]`; grey images become three equal channels."""
+        return normalised(images, *self._statistics(dtype, images.device))
+
+    def _statistics(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        return _channels(self.mean, dtype, device), _channels(self.std, dtype, device)
 
     def views(self, samples: Tensor, keys: Tensor, dtype: torch.dtype, fetched: Tensor | None = None) -> Tensor:
-        """Training images by number, `[k, B]` -> prepared `[k·B, 3, H, W]`, augmented with the lanes' keys `[k]`.
+        """Returns training images by number, `[k, B]`, augmented with the lanes' keys `[k]`, prepared `[k·B, 3, H, W]`.
 
         fetched: the images themselves, if they are not kept on the compute device.
         """
@@ -180,9 +184,8 @@ class Federation:
     def _views(
         self, pool: Tensor, samples: Tensor, keys: Tensor, augment: Augment | None, dtype: torch.dtype
     ) -> Tensor:
-        colours = _channels(self.mean, dtype, self.device), _channels(self.std, dtype, self.device)
         draws = (SALT, DRAWS[augment], padding(pool)) if augment in DRAWS else None
-        return ops_for(self.device).views(pool, samples, keys, augment, draws, colours)
+        return ops_for(self.device).views(pool, samples, keys, augment, draws, self._statistics(dtype, self.device))
 
     def label_counts(self) -> NDArray[np.int64]:
         """Returns the training samples per client and class, `[clients, classes]`."""
@@ -201,6 +204,7 @@ class Federation:
             "std": list(self.std),
             "clients": {c.name: [len(c.train), len(c.val), len(c.test)] for c in self.clients},
             "split": self.fingerprint,
+            "pixels": self.pixels,
         }
 
 
@@ -240,14 +244,16 @@ def build_federation(options: DataOptions, device: torch.device = CPU, source: S
         skipped=source.skipped,
         tested=any(len(c.test) for c in clients),
         fingerprint=fingerprint(source, clients, server),
+        pixels=pixels_hash(source) if options.name in (GIVEN, "folder") else "",
         stream=options.resident == "no",
         seed=options.seed,
         options=options,
     ).to(device)
 
 
-def _absolute(path: str | Path) -> str:
-    return str(Path(path).expanduser().absolute())
+def _of_files(path: str | Path, size: int, partition: str, options: Mapping[str, Any]) -> DataOptions:
+    root = str(Path(path).expanduser().absolute())
+    return DataOptions.of(name="folder", root=root, size=size, partition=partition, **options)
 
 
 def _enough(clients: Sequence[Client]) -> None:

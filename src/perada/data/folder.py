@@ -1,7 +1,10 @@
-"""Your own images: `site/class/image.png`, or `class/image.png` to be split into simulated sites."""
+"""Folders of images: `site/class/image.png`, or `class/image.png` to be split into simulated sites. Office-Home is one.
 
-from __future__ import annotations
+Office-Home has four domains of the same 65 classes, and a domain is a site. Its archive unpacks into
+`OfficeHomeDataset_10072016/Art/Alarm_Clock/00001.jpg`.
+"""
 
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 
@@ -11,9 +14,12 @@ from ..errors import InputError
 from .images import IMAGENET, decode, image_files, image_names
 from .source import Pixels, Source
 
+OFFICE_HOME = "OfficeHomeDataset_10072016"
+DOMAINS = ("Art", "Clipart", "Product", "Real World")
+
 
 def unlabelled(root: str, size: int) -> Pixels:
-    """Returns all images below `root`, whatever its folders are, `[n, 3, size, size]`."""
+    """Returns all images below `root`, in folders of any depth, `[n, 3, size, size]`."""
     base = Path(root).expanduser()
     files = image_files(base)
     if not files:
@@ -43,3 +49,43 @@ def folder(root: str, size: int, skip_bad: bool) -> Source:
     return Source(
         base.name, images, targets.astype(np.int64), tuple(classes.tolist()), *IMAGENET, None, site, None, *names
     )
+
+
+def office_home(root: str, size: int = 224, skip_bad: bool = False) -> Source:
+    """Returns all images `[n, 3, size, size]` with their class and, as `site`, their domain; no official test set.
+
+    Reads any other set of domain/class/image files, too, such as PACS exported to folders.
+    """
+    base = Path(root).expanduser()
+    if not root or not base.is_dir():
+        raise InputError(
+            f"DataOptions.root: no folder {root!r}: give --data FOLDER with Art, Clipart, Product and Real World"
+        )
+    base = base / OFFICE_HOME if (base / OFFICE_HOME).is_dir() else base
+    domains = {_plain(p.name): p for p in base.iterdir() if p.is_dir() and p.name[0] != "."}
+    official = any(_plain(name) in domains for name in DOMAINS)
+    if official:
+        _complete(base, domains)
+    source = folder(str(base), size, skip_bad)
+    if source.site is None:
+        raise InputError(f"{base}: class/image without domains: expected domain/class/image.jpg, one folder per domain")
+    return replace(source, name="office-home") if official else source
+
+
+def _plain(name: str) -> str:
+    """Returns a name as all copies of the set spell it: there are 'Real World', 'RealWorld' and 'Real_World'."""
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+def _complete(base: Path, domains: dict[str, Path]) -> None:
+    """Refuses half a copy, which would train without a warning on fewer clients or classes than the paper's."""
+    missing = [name for name in DOMAINS if _plain(name) not in domains]
+    if missing:
+        raise InputError(f"{base}: no folder {', '.join(missing)}: Office-Home is incomplete; unpack it again")
+    classes = {name: {p.parent.name for p in image_files(domains[_plain(name)])} for name in DOMAINS}
+    every = set().union(*classes.values())
+    for name, own in classes.items():
+        if own != every:
+            raise InputError(
+                f"{base}: {name} has no images of {min(every - own)}: Office-Home is incomplete; unpack it again"
+            )

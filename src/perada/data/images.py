@@ -5,8 +5,6 @@ Decoding thousands of photographs takes minutes; mapping their pixels from disk 
 CRC-32. Its name is a hash of everything the pixels depend on, so it never has to be updated.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -115,16 +113,6 @@ def _scale(pixels: Pixels, size: int) -> Pixels:
     image = Image.fromarray(np.ascontiguousarray(np.broadcast_to(pixels, (3, *pixels.shape[1:])).transpose(1, 2, 0)))
     scaled: Pixels = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC), np.uint8)
     return scaled.transpose(2, 0, 1)
-
-
-def require_files(listing: Path, rows: Sequence[int], files: Sequence[Path]) -> None:
-    """Refuses a table that names images which are not there; the first such row shows a wrong folder best."""
-    for row, path in zip(rows, files, strict=True):
-        if not path.is_file():
-            raise InputError(
-                f"{listing}: row {row}: no image {path}: correct the path, or skip missing images with "
-                "DataOptions.skip_bad=true"
-            )
 
 
 def stamp(path: Path) -> str:

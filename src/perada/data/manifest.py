@@ -1,13 +1,15 @@
-"""Your own images by a table: a CSV or TSV file `path,site,split,label…`, one row per image.
+"""Images by a table: your own CSV or TSV file `path,site,split,label…`, one row per image, or CheXpert's `train.csv`.
 
 - `path`: relative to the table's folder, or absolute;
 - `site`, optional: who holds the image; without it sites can only be simulated (partition=dirichlet);
 - `split`, optional: train, val or test; blank is train;
 - labels: a column `label`, or the only column left, has class names or numbers (one class per image; other columns
   beside one named `label` are ignored). Several columns left are labels of 0 and 1 each.
-"""
 
-from __future__ import annotations
+CheXpert-v1.0-small has chest X-rays with five labels. The paper cuts its 180,973 training, 20,099 test and 22,342
+validation images out of the 223,414 rows of `train.csv` (the official `valid.csv` has 234). So all those rows are read,
+frontal and lateral, without a test mask. A blank label means "not mentioned" and counts as negative.
+"""
 
 import csv
 import os
@@ -15,17 +17,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import InputError
+from ..errors import InputError, unknown
 from .arrays import SPLITS, split_masks
-from .images import IMAGENET, decode, image_names, require_files
+from .images import IMAGENET, decode, image_names
 from .source import Source, Targets
 
 KNOWN = ("path", "site", "split")
 BINARY = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}
+CHEXPERT = "CheXpert-v1.0-small"
+DISEASES = ("Cardiomegaly", "Edema", "Consolidation", "Atelectasis", "Pleural Effusion")
+Uncertain = Literal["ones", "zeros", "ignore"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Table:
     lines: list[int]
 
     def refuse(self, row: int, why: str) -> InputError:
+        """Returns the error that names a row by its line."""
         return InputError(f"{self.file}: row {self.lines[row]}: {why}")
 
     def numbers(self, names: Sequence[str], known: dict[str, int], advice: str) -> NDArray[np.int8]:
@@ -46,6 +53,15 @@ class Table:
                 if value not in known:
                     raise self.refuse(row, f"{name} is {value!r}, {advice}")
         return np.array([[known[value] for value in self.columns[name]] for name in names], np.int8).T.copy()
+
+    def require(self, rows: Sequence[int], files: Sequence[Path]) -> None:
+        """Refuses a table that names images which are not there; the first such row shows a wrong folder best."""
+        for row, path in zip(rows, files, strict=True):
+            if not path.is_file():
+                raise self.refuse(
+                    row,
+                    f"no image {path}: correct the path, or skip missing images with DataOptions.skip_bad=true",
+                )
 
 
 def manifest(
@@ -79,7 +95,7 @@ def manifest(
     files = [table.file.parent / name for name in table.columns["path"]]
     _once(table, files)
     if not skip_bad:
-        require_files(table.file, table.lines, files)
+        table.require(range(len(files)), files)
     images, kept = decode(files, table.file.parent, size, skip_bad)
     site = np.array(table.columns["site"])[kept] if "site" in table.columns else None
     test, val = split_masks(list(compress(splits, kept)))
@@ -140,3 +156,39 @@ def _once(table: Table, files: Sequence[Path]) -> None:
         if first != row:
             name, line = table.columns["path"][row], table.lines[first]
             raise table.refuse(row, f"{name} is in row {line} already: list each image once")
+
+
+def chexpert(root: str, size: int = 64, uncertain: Uncertain = "ones", skip_bad: bool = False) -> Source:
+    """Returns images `[n, 3, size, size]` and targets uint8 `[n, 5]`.
+
+    uncertain: what a label of -1 is: "ones" positive (U-Ones, as in the paper), "zeros" negative (U-Zeros), "ignore"
+    drops the image. U-Ignore would mask that label in the loss, and the loss has no such mask.
+    """
+    if uncertain not in get_args(Uncertain):
+        raise unknown("policy for uncertain labels", uncertain, get_args(Uncertain))
+    base = Path(root or ".").expanduser()
+    base = base / CHEXPERT if (base / CHEXPERT).is_dir() else base
+    if not (base / "train.csv").is_file():
+        raise InputError(
+            f"DataOptions.root: no {CHEXPERT}/train.csv in {root!r}: 'perada data get chexpert' says how to get it"
+        )
+    table = read_table(base / "train.csv")
+    for column in ("Path", *DISEASES):
+        if column not in table.columns:
+            raise InputError(f"{table.file}: no column {column!r}: expected CheXpert's own train.csv")
+    labels = table.numbers(DISEASES, {**BINARY, "": 0, "-1": -1, "-1.0": -1}, "not 1, 0, -1 or blank")
+    chosen = np.flatnonzero((labels >= 0).all(1) | (uncertain != "ignore")).tolist()
+    files = [base.joinpath(*_below_archive(table.columns["Path"][row])) for row in chosen]
+    if not files:
+        raise InputError(f"{table.file}: no images in it")
+    if not skip_bad:
+        table.require(chosen, files)
+    images, kept = decode(files, base, size, skip_bad)
+    targets = np.where(labels < 0, uncertain == "ones", labels).astype(np.uint8)[chosen][kept]
+    return Source("chexpert", images, targets, DISEASES, *IMAGENET, None, None, None, *image_names(files, kept))
+
+
+def _below_archive(name: str) -> tuple[str, ...]:
+    """Returns the parts of a `Path` without the archive's own folder, with which it starts."""
+    parts = tuple(part for part in name.split("/") if part)
+    return parts[1:] if parts and parts[0].startswith("CheXpert-v1.0") else parts

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 from ..errors import InputError
 from ..plugins import called, find
 from .arrays import npz
-from .chexpert import chexpert
 from .cifar import cifar10, cifar100, stl10
 from .digits import digits
-from .folder import folder
-from .manifest import manifest
-from .office import office_home
+from .folder import folder, office_home
+from .manifest import chexpert, manifest
 from .source import Source
 
 if TYPE_CHECKING:

@@ -1,9 +1,7 @@
 """The options of a data set and of its split, which are the keys of `[data]`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ..errors import InputError, check_choices, unknown
 from ..plugins import check
@@ -65,7 +63,7 @@ class DataOptions:
             raise ValueError(f"size must be at least 8 pixels, not {self.size}")
 
     @classmethod
-    def of(cls, **options: Any) -> DataOptions:
+    def of(cls, **options: Any) -> Self:
         """Returns the options, or refuses a wrong name or value in one line."""
         known = cls.__dataclass_fields__
         for name in options:

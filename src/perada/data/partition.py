@@ -5,8 +5,6 @@ A partition is a table of counts `[clients, classes]`: how many training samples
 proportions, and `deal` turns counts into indices. The "classes" of multi-label data are those of `split.categories`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

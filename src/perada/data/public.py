@@ -1,7 +1,5 @@
 """The server's public images: where they come from, and how they are read in chunks of equal size."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A data set before it is split among clients, and what one client holds afterwards."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,21 +1,16 @@
 """From a source to clients: what is held out, what the classes of a partition are, and who gets which part."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..lanes import rng_of
+from .options import DataOptions
 from .partition import Counts, dirichlet_counts, hand_out, holdout, iid_counts, shard_counts
 from .source import Client, Indices, Mask, Source
-
-if TYPE_CHECKING:
-    from .options import DataOptions
 
 
 def split(source: Source, options: DataOptions) -> tuple[tuple[Client, ...], Indices]:
@@ -54,6 +49,11 @@ def fingerprint(source: Source, clients: Sequence[Client], server: Indices) -> s
         else:
             digest.update("\n".join(source.names[i] for i in part).encode(errors="surrogateescape"))
     return digest.hexdigest()
+
+
+def pixels_hash(source: Source) -> str:
+    """Returns a hash of the pixels of images that have no file names to recognise them by; empty for files."""
+    return "" if source.names is not None else hashlib.sha256(np.ascontiguousarray(source.images).data).hexdigest()
 
 
 def categories(source: Source, train: Indices, least: int) -> NDArray[np.int64]:

@@ -1,7 +1,5 @@
 """Further test sets: corrupted copies of Global-test, and the published ones of CIFAR-10."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

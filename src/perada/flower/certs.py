@@ -9,8 +9,6 @@ A site knows the server by `ca.crt`. The server knows a site by its key (ECDSA P
 reads). Only a renewal replaces a file.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re
@@ -141,15 +139,15 @@ def _alternatives(names: Sequence[str]) -> list[x509.GeneralName]:
     """Returns the names that sites dial, and `LOCAL`, as a certificate's alternative names."""
     if not names:
         raise InputError("--server-name: give every name or address that sites dial, such as fl.example.org")
-    found: list[x509.GeneralName] = []
+    alternatives: list[x509.GeneralName] = []
     for name in dict.fromkeys([*names, *LOCAL]):
         try:
-            found.append(x509.IPAddress(ipaddress.ip_address(name.strip("[]"))))
+            alternatives.append(x509.IPAddress(ipaddress.ip_address(name.strip("[]"))))
         except ValueError:
             if len(name) > 253 or not _HOST.fullmatch(name):
                 raise InputError(f"--server-name {name!r} is neither a host's name nor an address") from None
-            found.append(x509.DNSName(name))
-    return found
+            alternatives.append(x509.DNSName(name))
+    return alternatives
 
 
 def _load(certificate: Path) -> x509.Certificate:

@@ -1,12 +1,9 @@
 """`perada flower server` and `perada flower site`: Flower's own processes, watched until they are told to stop."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,14 +23,10 @@ STILL_ONLINE_S = 120.0  # after a crash, the server may count us as connected fo
 _REFUSED = r"\[code: 2004\]"
 
 
-def _flower(which: str, words: list[str]) -> list[str]:
-    """Returns the command of one of Flower's processes; -P keeps this folder's names out of its imports."""
-    return [sys.executable, "-P", str(Path(guards.__file__)), which, *words]
-
-
-def _only_one(home: Path, what: str) -> AbstractContextManager[None]:
-    """Refuses a second process of the same kind in one folder."""
-    return locked(home, busy=InputError(f"{what} runs already (in {home}): stop that one first"))
+def _start(which: str, words: list[str], log: Path, on_line: Say, **env: str) -> Child:
+    """Starts one of Flower's processes, guarded, in the log's folder; -P keeps names there out of its imports."""
+    command = [sys.executable, "-P", guards.__file__, which, *words]
+    return Child(command, environment(log.parent, **env), log, on_line)
 
 
 # The server
@@ -50,7 +43,8 @@ def serve(project: Project, address: Address, insecure: bool, confirmed: bool, s
         _check_certificates(project, address, say)
     elif not address.loopback:
         say(f"warning: the sites' connections to {address} are not encrypted, and anybody can take part")
-    with _only_one(home, f"a server of {project.folder}"):
+    busy = InputError(f"a server of {project.folder} runs already (in {home}): stop that one first")
+    with locked(home, busy=busy):
         _serve(project, settings, address, insecure, home, say)
 
 
@@ -61,10 +55,10 @@ def _serve(project: Project, settings: ServerSettings, address: Address, insecur
     words += ["--disable-runtime-dependency-installation", *_security(project, insecure)]
     ready = home / "ready"
     ready.unlink(missing_ok=True)
-    env = environment(home, PERADA_FLOWER_SERVER=str(project.server_toml), PERADA_FLOWER_READY=str(ready))
+    env = {"PERADA_FLOWER_SERVER": str(project.server_toml), "PERADA_FLOWER_READY": str(ready)}
     if not insecure:
         env["PERADA_FLOWER_NODES"] = str(control.nodes_file)
-    link = Child(_flower("superlink", words), env, home / "superlink.log", lambda line: _show_marked(line, say), home)
+    link = _start("superlink", words, home / "superlink.log", lambda line: _show_marked(line, say), **env)
     try:
         _wait_until_up(link, address, ca)
         admission = None if insecure else Admission(control, project.certs, settings.federation.sites, say)
@@ -178,14 +172,17 @@ class SiteService:
     """What `perada flower site` runs with, checked."""
 
     settings: SiteSettings
-    home: Path  # of Flower's files; the ClientApp reads the site.toml in it
     server: Address
-    ca: Path | None
+    ca: Path | None  # None: no encryption and no key
     key: Path | None
 
     @property
     def site_toml(self) -> Path:
-        return self.home / "site.toml"
+        return self.settings.flower / "site.toml"
+
+    @property
+    def log(self) -> Path:
+        return self.settings.flower / "site.log"
 
 
 def plan_site(
@@ -204,28 +201,27 @@ def plan_site(
     path = Path(settings.data)
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         raise InputError(f"no data at {settings.data}: give --data FOLDER with class/image files")
-    ca, private = folder / "certs" / "ca.crt", folder / "certs" / "sites" / f"{settings.name}.key"
     if insecure:
-        return SiteService(settings, settings.flower, address, None, None)
-    for file, source in {
-        ca: "the server's people send it",
-        private: "perada flower certs --keys-only makes it",
-    }.items():
+        return SiteService(settings, address, None, None)
+    ca, private = folder / "certs" / "ca.crt", folder / "certs" / "sites" / f"{settings.name}.key"
+    sources = {ca: "the server's people send it", private: "perada flower certs --keys-only makes it"}
+    for file, source in sources.items():
         if not file.is_file():
             raise InputError(f"no {file}: {source}")
-    return SiteService(settings, settings.flower, address, ca, private)
+    return SiteService(settings, address, ca, private)
 
 
 def join(site: SiteService, say: Say) -> None:
     """Keeps a SuperNode connected until a signal comes: waits for the server, and restarts after a crash."""
-    certs.make_folder(site.home)
-    with _only_one(site.home, f"site {site.settings.name}"):
+    home = certs.make_folder(site.settings.flower)
+    busy = InputError(f"site {site.settings.name} runs already (in {home}): stop that one first")
+    with locked(home, busy=busy):
         write_atomic(site.site_toml, site.settings.toml().encode())
         _join(site, say)
 
 
 def _join(site: SiteService, say: Say) -> None:
-    admitted = site.home / "connected"  # holds the path of the key that the server has admitted
+    admitted = site.settings.flower / "connected"  # holds the path of the key that the server has admitted
     refused_at: float | None = None
     if site.ca is None and not site.server.loopback:
         say(f"warning: the connection to {site.server} is not encrypted")
@@ -270,8 +266,7 @@ def _wait_for_server(site: SiteService, say: Say) -> None:
     told = False
     while True:
         try:
-            probe(site.server, site.ca)
-            return
+            return probe(site.server, site.ca)
         except NoAnswer as why:
             if not told:
                 say(f"no server at {site.server} yet ({why}): waiting for it")
@@ -285,8 +280,7 @@ def _start_node(site: SiteService, say: Say) -> Child:
         words += ["--insecure"]
     else:
         words += ["--root-certificates", str(site.ca), "--auth-supernode-private-key", str(site.key)]
-    env = environment(site.home, PERADA_FLOWER_SITE=str(site.site_toml))
-    return Child(_flower("supernode", words), env, site.home / "site.log", _LogSummary(site, say), site.home)
+    return _start("supernode", words, site.log, _LogSummary(site, say), PERADA_FLOWER_SITE=str(site.site_toml))
 
 
 class _LogSummary:
@@ -309,4 +303,4 @@ class _LogSummary:
                 self.error = match[1]
                 self.say(self.error)
         elif re.search(r"ERROR\s*:", line) or "raised an exception" in line:
-            self.say(f"error in {self.site.home / 'site.log'}: {line.split(':', 1)[-1].strip()}")
+            self.say(f"error in {self.site.log}: {line.split(':', 1)[-1].strip()}")

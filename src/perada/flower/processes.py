@@ -1,7 +1,5 @@
 """Child processes that never outlive us: started, read line by line, stopped with everything they started."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -86,9 +84,7 @@ def program(name: str) -> str:
 class Child:
     """A running program. Its output goes to a log file, and line by line to `on_line`."""
 
-    def __init__(
-        self, words: Sequence[str], env: Mapping[str, str], log: Path, on_line: Callable[[str], None], cwd: Path
-    ) -> None:
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], log: Path, on_line: Callable[[str], None]) -> None:
         self.tail: deque[str] = deque(maxlen=60)
         self.on_line = on_line
         self.log = log
@@ -98,7 +94,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            cwd=cwd,
+            cwd=log.parent,
             start_new_session=True,  # Ctrl-C reaches us only, and we stop the child
         )
         self.reader = threading.Thread(target=self._read, daemon=True)
@@ -148,7 +144,7 @@ def sweep(until: float = 0.0) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
         asked |= left
-        _reap()
+        list(reaped())
         time.sleep(0.05)
 
 
@@ -168,13 +164,11 @@ def descendants(pid: int) -> set[int]:
     return below
 
 
-def _reap() -> None:
-    """Waits for adopted processes that ended; without this they stay as zombies."""
-    for entry in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-        with suppress(OSError):
-            for pid in entry.read_text().split():
-                with suppress(ChildProcessError):
-                    os.waitpid(int(pid), os.WNOHANG)
+def reaped() -> Iterator[int]:
+    """Yields the exit code of every child, also an adopted one, that has ended; it is no zombie any more."""
+    with suppress(ChildProcessError):  # there are no children
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield os.waitstatus_to_exitcode(ended[1])
 
 
 def marked(line: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The folder of a federation, and how `perada flower init` makes one.
+"""The folder of a federation: how `perada flower init` makes one, and the runs in it.
 
 app/pyproject.toml    the Flower app: it names PerAda's two components and holds no code
 server.toml           what is trained, by whom, how long a round waits
@@ -7,19 +7,23 @@ certs.sh  certs/      keys and certificates
 state/                everything made later: runs, Flower's database and logs, sites' models
 """
 
-from __future__ import annotations
-
 import re
+import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from ..config import presets, resolve, toml_value
+from safetensors.torch import save
+
+from ..config import resolve, toml_value
 from ..data.digits import digits
-from ..errors import InputError, unknown
-from ..runs.folder import replaced
+from ..errors import Damaged, InputError, unknown
+from ..runs.folder import RunFolder, at_work, replaced, write_atomic
+from ..runs.jsonfiles import read_object
 from .address import PORT, Address
 from .certs import check_sites
 from .guards import COMPONENTS
@@ -31,7 +35,7 @@ class Project:
     folder: Path
 
     @classmethod
-    def open(cls, folder: Path) -> Project:
+    def open(cls, folder: Path) -> Self:
         """Opens a folder that `init` made."""
         project = cls(folder.expanduser().absolute())
         if not project.server_toml.is_file():
@@ -65,6 +69,56 @@ class Project:
         """Returns the folder of Flower's database, logs and configuration."""
         return Path(self.settings().federation.state) / "flower"
 
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """Returns flower.json of every run, by the run's name, oldest first."""
+        files = sorted(self.settings().runs().glob("*/flower.json"), key=lambda p: p.stat().st_mtime)
+        return {p.parent.name: _about(p) for p in files}
+
+    def run(self, name: str | None) -> Path:
+        """Returns the folder of a run, by default of the newest."""
+        known = self.runs()
+        if not known:
+            raise InputError(f"{self.folder} has no run yet: start one with `perada flower run`")
+        if name is not None and name not in known:
+            raise unknown("run", name, known)
+        return self.settings().runs() / (name or list(known)[-1])
+
+    def free_name(self) -> str:
+        """Returns the first of run-1, run-2, ... that does not exist."""
+        folder = self.settings().runs()
+        return next(name for n in count(1) if not (folder / (name := f"run-{n}")).exists())
+
+    def collect(self, name: str | None, out: Path) -> None:
+        """Copies a run to a run folder, with the global adapter (or model) as one file in it.
+
+        It has no personal models: those are at the sites (`perada flower export` there).
+        """
+        source = self.run(name)
+        RunFolder.check(out, overwrite=False)
+        checkpoint, _ = RunFolder(source).load()
+        if checkpoint is None:
+            raise InputError(f"{source} has no finished round yet: wait for one")
+        sent = checkpoint.broadcast
+        tensors = {n: t[0].contiguous() for part in (sent.params, sent.buffers) for n, t in part.items()}
+        about = {"round": str(checkpoint.round), "federation": self.settings().federation.name}
+        try:
+            with replaced(out) as part:
+                shutil.copytree(source, part, ignore=shutil.ignore_patterns("*.part"), dirs_exist_ok=True)
+                write_atomic(part / "global.safetensors", save(tensors, about))
+        except OSError as error:
+            raise InputError(f"cannot write to {out}: {error.strerror}") from error
+
+
+def _about(file: Path) -> dict[str, Any]:
+    """Returns flower.json; a run that says it is running while no process works on it was stopped."""
+    try:
+        about = read_object(file, {"status": str, "round": int, "rounds": int}, "")
+    except (Damaged, OSError):
+        return {"status": "damaged", "round": "?", "rounds": "?", "error": f"cannot read {file}"}
+    if about["status"] == "running" and not at_work(file.parent):
+        about["status"] = "stopped"
+    return about
+
 
 def init(
     folder: Path,
@@ -77,20 +131,17 @@ def init(
 ) -> list[Path]:
     """Writes a project that is ready to run; returns its files. Refuses a folder that is not empty."""
     sites = check_sites(sites)
-    if not sites:
-        raise InputError("--sites: name at least one site, such as --sites north,south")
-    if preset not in presets():
-        raise unknown("preset", preset, presets())
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not empty: choose another folder")
-    resolve(preset, settings)  # refuses bad settings
+    resolve(preset, settings)  # refuses an unknown preset and bad settings
     if not classes and preset != "digits":
         raise InputError("--classes: name the classes of all sites together, such as --classes cat,dog")
+    labels = list(classes or digits().classes)
+    tables = _run_tables(preset, settings)
+    about = {"name": name, "sites": sites, "server": server, "preset": preset, "classes": labels, "tables": tables}
     files = {
         "app/pyproject.toml": app_file(name),
-        "server.toml": _server_file(name, sites, preset, list(classes or digits().classes), settings),
-        "site.toml": _site_file(name, server),
-        "certs.sh": _certs_file(server, sites),
+        **{file: _filled(file, **about) for file in ("server.toml", "site.toml", "certs.sh")},
     }
     try:
         with replaced(folder) as part:
@@ -107,31 +158,13 @@ def init(
 
 
 def app_file(name: str) -> str:
+    """Returns pyproject.toml of the Flower app."""
     plain = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower() or "federation"  # Flower allows no other letters
-    return f"""# The Flower app of this federation. It holds no code: sites run the PerAda that is installed there.
-[project]
-name = "perada-{plain}"
-version = "1.0.0"
-description = "PerAda over Flower"
-license = "Apache-2.0"
-dependencies = []
-
-[tool.flwr.app]
-publisher = "perada"
-
-[tool.flwr.app.components]
-serverapp = "{COMPONENTS["serverapp"]}"
-clientapp = "{COMPONENTS["clientapp"]}"
-
-[tool.flwr.app.config]
-run = "run"
-resume = false
-continue-from = ""
-"""
+    return _filled("app.toml", name=plain, components=COMPONENTS)
 
 
-def _server_file(name: str, sites: Sequence[str], preset: str, classes: list[str], settings: Mapping[str, Any]) -> str:
-    """Returns server.toml: the preset without its settings of local data, and the given settings."""
+def _run_tables(preset: str, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the sections that a run of the preset needs in server.toml, with the given settings."""
     small = preset == "digits"
     tables: dict[str, dict[str, Any]] = {"data": {"size": 8, "normalise": "data"}} if small else {}
     tables["train"] = {"cohort": 0} | ({"rounds": 10} if small else {})  # all sites in every round
@@ -141,55 +174,14 @@ def _server_file(name: str, sites: Sequence[str], preset: str, classes: list[str
     for key, value in settings.items():
         section, _, rest = key.partition(".")
         tables.setdefault(section, {})[rest] = value
-    lines = "\n".join(
-        f"[{section}]\n" + "".join(f"{k} = {toml_value(v)}\n" for k, v in values.items())
-        for section, values in tables.items()
-    )
-    hint = "  # better a pretrained file next to this one: docs/deploy.md says how to make it"
-    return f"""# What the federation trains. Keys are those of `perada train`; paths are relative to this file.
-preset = {toml_value(preset)}
-
-[federation]
-name = {toml_value(name)}
-sites = {toml_value(list(sites))}
-classes = {toml_value(classes)}  # of all sites together
-channels = 3  # 1 for grey images in .npz files
-state = "state"
-test = ""  # a labelled public test set at the server, if there is one
-
-[rounds]
-min_sites = {max(1, min(2, len(sites) - 1))}  # a round with fewer good uploads is tried again; all but one, at most 2
-deadline_s = {120 if small else 3600}  # the round goes on without a site that is later
-norm_bound = 100.0  # an upload that moved further than this many times the model's norm is refused
-
-{lines}""".replace('\nweights = "random"\n', f'\nweights = "random"{hint}\n')
+    return tables
 
 
-def _site_file(name: str, server: Address) -> str:
-    return f"""# What a site fills in. Options of `perada flower site` replace it. Paths are relative to this file.
-[site]
-federation = {toml_value(name)}
-server = {toml_value(str(server))}
-name = ""  # as in server.toml
-data = ""  # class/image.png folders, a manifest or a .npz file; it stays where it is
-state = "state"  # your model and everything else that never leaves
-device = "auto"
-threads = 0  # 0: torch's own choice
-score_digits = 1  # of the scores that you report, in percent; more digits tell how many test images you have
-methods = []  # the methods that this site takes part in, such as ["perada"]; empty: whatever the server runs
-"""
+def _filled(file: str, **values: Any) -> str:
+    """Returns a file of `project_files` with these values in it."""
+    from jinja2 import Environment, StrictUndefined  # here, not above: only `init` needs it
 
-
-def _certs_file(server: Address, sites: Sequence[str]) -> str:
-    """Returns certs.sh. For a trial on one machine it makes the sites' keys too."""
-    keys = f" --sites {','.join(sites)}" if server.loopback else ""
-    who = "All sites are on this machine, so it makes their keys too. Elsewhere each" if server.loopback else "Each"
-    return f"""#!/bin/sh
-# Makes an authority and the server's certificate in certs/, and overwrites nothing.
-# Give a --server-name for every name and address that sites dial.
-# {who} site makes its own key:
-#   perada flower certs certs --keys-only --sites NAME      and sends certs/sites/NAME.pub to the server's certs/sites/
-set -eu
-cd "$(dirname "$0")"
-exec perada flower certs certs --server-name {server.host}{keys} "$@"
-"""
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment.filters["toml"] = toml_value
+    text = (resources.files(__package__) / "project_files" / file).read_text("utf8")
+    return environment.from_string(text).render(values)

@@ -1,13 +1,11 @@
 """The settings files server.toml and site.toml, and the plan that a server sends to its sites."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ..config import Config, from_tables, presets, read_toml, resolve, section, toml_value
 from ..data import VALIDATION, is_public_name
@@ -101,7 +99,7 @@ class ServerSettings:
     config: Config
 
     @classmethod
-    def read(cls, path: str | Path) -> ServerSettings:
+    def read(cls, path: str | Path) -> Self:
         """Reads `[federation]`, `[rounds]` and the sections of any run; paths are relative to the file's folder."""
         file = Path(path).expanduser().absolute()
         tables = read_toml(file, ADVICE)
@@ -200,7 +198,7 @@ class SiteSettings:
         return Path(self.state) / "flower" / self.name
 
     @classmethod
-    def read(cls, path: str | Path, **given: str | None) -> SiteSettings:
+    def read(cls, path: str | Path, **given: str | None) -> Self:
         """Reads site.toml; values that are given replace its own. Paths are relative to the file's folder."""
         file = Path(path).expanduser().absolute()
         tables = read_toml(file, ADVICE)
@@ -209,7 +207,7 @@ class SiteSettings:
             raise unknown("section", next(iter(tables)), ["site"])
         if isinstance(table, dict):  # `section` refuses anything else
             table |= {key: value for key, value in given.items() if value}
-        site: SiteSettings = section("site", cls, table)
+        site: Self = section("site", cls, table)
         data, state, test = (_absolute(path, file.parent) for path in (site.data, site.state, site.test))
         return replace(site, data=data, state=state, test=test)
 
@@ -238,7 +236,7 @@ class Plan:
     config: Config = field(repr=False)
 
     @classmethod
-    def of(cls, settings: ServerSettings, backbone: str) -> Plan:
+    def of(cls, settings: ServerSettings, backbone: str) -> Self:
         """Makes the plan, without the server's own paths and its choice of device."""
         f, config = settings.federation, settings.config
         weights = config.model.weights if config.model.weights in BUILT_IN_WEIGHTS else "random"
@@ -255,13 +253,13 @@ class Plan:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    def parse(cls, text: str) -> Plan:
+    def parse(cls, text: str) -> Self:
         """Reads what `text` wrote. Refuses values by which a server would make a site run code or open files."""
         try:
             values = json.loads(text)
             if code := code_named(values["config"]):  # before any import
                 raise ValueError(f"{code} names a module to import, which a server may not choose at a site")
-            plan: Plan = section("plan", cls, {**values, "config": from_tables(values["config"])})
+            plan: Self = section("plan", cls, {**values, "config": from_tables(values["config"])})
             config = plan.config
             if config.model.weights not in BUILT_IN_WEIGHTS or config.distill.data != "none" or config.data.root:
                 raise ValueError("it names files or downloads, which a server may not choose at a site")

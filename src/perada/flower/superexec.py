@@ -9,8 +9,6 @@ has stopped waiting for it (`limited`). Flower would wait for a hanging one fore
 more.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os
@@ -123,10 +121,9 @@ def fork(entry: Callable[[], None], words: Sequence[str]) -> int:
 
 def reap() -> None:
     """Takes note of forked processes that have ended."""
-    with suppress(ChildProcessError):  # there are no children
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if os.waitstatus_to_exitcode(ended[1]) == -signal.SIGALRM:
-                say("ended a ClientApp that hung: this site can take part again within a minute")
+    for code in processes.reaped():
+        if code == -signal.SIGALRM:
+            say("ended a ClientApp that hung: this site can take part again within a minute")
 
 
 if __name__ == "__main__":

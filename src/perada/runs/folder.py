@@ -288,7 +288,7 @@ class RunFolder:
         what += [f"{n!r} has other samples" for n in old if n in new and old[n] != new[n]][:1]
         if known["classes"] != list(facts["classes"]):
             what = ["other classes"]
-        if not what and known["image"] == list(facts["image"]):
+        if not what and known["image"] == list(facts["image"]) and known["split"] != facts["split"]:
             what = ["files renamed or exchanged, so that training images would be test images"]
         raise InputError(
             f"the data are not those that {self.path} was made with ({', '.join(what) or 'other images'}): "
