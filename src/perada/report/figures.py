@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Self
 
+from rich.cells import cell_len
+
 from .facts import Holdings
-from .svg import WIDTH, Frame, colour, dash, element, length, line, number, picture, shorten, text, ticks
+from .svg import WIDTH, Frame, colour, dash, element, line, number, picture, shorten, text, ticks
 
 Point = tuple[int, float | None, float | None]  # round, value, standard deviation
 MOST_HOVERS = 3000  # bubbles in a picture; with more of them, none has a text on hover
@@ -126,7 +128,7 @@ class Rows:
 
     @classmethod
     def of(cls, names: Sequence[str]) -> Self:
-        longest = max([min(length(n), 16) for n in names] or [0])
+        longest = max([min(cell_len(n), 16) for n in names] or [0])
         return cls(names, 19 if len(names) <= 60 else 14, 12 + 6.6 * longest)
 
     def y(self, row: int) -> float:
@@ -199,7 +201,7 @@ def bubbles(holdings: Holdings) -> str:
     cell = min(64.0, max(14.0, 680 / max(1, len(holdings.classes))))
     rows = Rows.of(holdings.clients)
     rows = Rows(rows.names, rows.step if len(rows.names) > 40 else max(rows.step, min(27, int(cell))), rows.left)
-    longest = max(map(length, holdings.classes), default=0)
+    longest = max(map(cell_len, holdings.classes), default=0)
     tilted = longest * 7 > cell - 4
     head = 18 + (min(16, longest) * 5.2 if tilted else 0)
     parts = [element("g", *_grid(rows, cell, holdings), transform=f"translate(0 {number(head - 10)})")]
