@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
@@ -48,11 +47,11 @@ def train_all(
     on_run: OnRun,
     on_round: OnProgress,
     say: Say,
-    factory: tuple[Any, ...] | None = None,
+    factory: Callable[[], Train] | None = None,
 ) -> None:
     """Trains what is not finished of a plan, `jobs` at once (0: as many as is sensible).
 
-    factory: a function that returns `train` in another process, and its arguments.
+    factory: returns `train` in another process.
     """
     names, finished = plan.names, plan.finished()
     left = [n for n in names if n not in finished]
@@ -107,7 +106,7 @@ def share_lanes(
 
 
 def share_cores(
-    names: Sequence[str], jobs: int, factory: tuple[Any, ...], done: Callable[[str], None], say: Say
+    names: Sequence[str], jobs: int, factory: Callable[[], Train], done: Callable[[str], None], say: Say
 ) -> None:
     """Trains `names` in processes; each makes its `train` once, with `factory`."""
     context = get_context("spawn")
@@ -184,14 +183,14 @@ def _ask(pipe: Connection, name: str, say: Say) -> None:
         raise RunError("a training process was killed (out of memory?); what it had finished is saved") from error
 
 
-def _process(pipe: Connection, factory: tuple[Callable[..., Train], Any]) -> None:
+def _process(pipe: Connection, factory: Callable[[], Train]) -> None:
     """Trains the runs that the pipe names, in a process of its own, until it says None."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.Thread(target=_follow, daemon=True).start()
     keep_memory()
     torch.set_num_threads(1)
     try:
-        train = factory[0](*factory[1:])
+        train = factory()
         for name in iter(pipe.recv, None):
             train(name, partial(_warn, name, say=pipe.send), pipe.send, None)
             pipe.send(None)
