@@ -166,19 +166,16 @@ def _holdings(runs: Sequence[Facts]) -> list[Figure]:
 
 
 def _communication(runs: Sequence[Facts]) -> Figure:
-    start = (0, 0.0, None)
+    def line(label: str, index: int, run: Facts, *directions: str) -> Series:
+        points = [(row.round, float(sum(getattr(row, name) for name in directions)), None) for row in run.rows]
+        return Series(label, index, [(0, 0.0, None), *points])
+
     if len(runs) == 1:
-        about, rows = "All clients together, since the start.", runs[0].rows
-        lines = [
-            Series("from clients", 4, [start, *((row.round, float(row.bytes_up), None) for row in rows)]),
-            Series("to clients", 5, [start, *((row.round, float(row.bytes_down), None) for row in rows)]),
-        ]
+        about = "All clients together, since the start."
+        lines = [line("from clients", 4, runs[0], "bytes_up"), line("to clients", 5, runs[0], "bytes_down")]
     else:
         about = "To and from all clients together, since the start."
-        lines = [
-            Series(r.label, i, [start, *((row.round, float(row.bytes_up + row.bytes_down), None) for row in r.rows)])
-            for i, r in enumerate(runs)
-        ]
+        lines = [line(r.label, i, r, "bytes_up", "bytes_down") for i, r in enumerate(runs)]
     return Figure("Communicated bytes", about, curves("Communicated", lines, human_bytes, human_bytes, bounded=False))
 
 

@@ -12,7 +12,6 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from ..errors import RunError
 from ..experiment import Say
 from ..lanes import Pool
 from ..lanes.machine import cores, keep_memory
@@ -180,7 +179,7 @@ def _ask(pipe: Connection, name: str, say: Say) -> None:
                 raise answer
             say(answer)
     except (EOFError, ConnectionError) as error:
-        raise RunError("a training process was killed (out of memory?); what it had finished is saved") from error
+        raise ChildProcessError("a training process was killed (out of memory?)") from error
 
 
 def _process(pipe: Connection, factory: Callable[[], Train]) -> None:
