@@ -176,7 +176,7 @@ def _communication(runs: Sequence[Facts]) -> Figure:
     else:
         about = "To and from all clients together, since the start."
         lines = [line(r.label, i, r, "bytes_up", "bytes_down") for i, r in enumerate(runs)]
-    return Figure("Communicated bytes", about, curves("Communicated", lines, human_bytes, human_bytes, bounded=False))
+    return Figure("Communicated bytes", about, curves("Communicated", lines, in_bytes=True))
 
 
 def _costs(run: Facts) -> list[str]:
