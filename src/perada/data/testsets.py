@@ -10,7 +10,8 @@ from torch import Tensor
 from ..errors import InputError, unknown
 from .cache import cache_folder
 from .cifar import cifar10_1, cifar10_c
-from .corruptions import CORRUPTIONS, SEVERITIES, Progress, corrupted
+from .corruption_kinds import CORRUPTIONS
+from .corruptions import SEVERITIES, Progress, corrupted
 from .federation import Federation
 from .source import Pixels
 
