@@ -51,32 +51,28 @@ def corrupted(
     severities: Sequence[int],
     *,
     seed: int = 0,
-    workers: int | None = None,
     cache: Path | None = None,
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, int, Images]]:
-    """Yields `corrupt` for every name at every severity, in that order, on `workers` threads (None: one per core).
+    """Yields `corrupt` for every name at every severity, in that order, made by one thread per core.
 
     cache: a folder that keeps the copies, so that they are made once. At most two copies are in memory: the next one is
     made while one is used.
     """
     _check(images, names, severities)
-    if workers is not None and workers < 1:
-        raise InputError(f"workers must be at least 1, not {workers}")
     folder = None if cache is None else _folder(cache, images, seed)
     pairs = list(product(names, severities))
-    return _copies(images, pairs, seed, workers or cores(), folder, progress)
+    return _copies(images, pairs, seed, folder, progress)
 
 
 def _copies(
     images: Images,
     pairs: Sequence[tuple[str, int]],
     seed: int,
-    workers: int,
     folder: Path | None,
     progress: Progress | None,
 ) -> Iterator[tuple[str, int, Images]]:
-    pool = ThreadPoolExecutor(workers)  # numpy, scipy and Pillow release the interpreter lock while they work
+    pool = ThreadPoolExecutor(cores())  # numpy, scipy and Pillow release the interpreter lock while they work
 
     def start(name: str, severity: int) -> Images | list[Future[Images]]:
         """Returns the copy if the cache has it, else the blocks that are being made of it."""
