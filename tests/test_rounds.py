@@ -21,7 +21,7 @@ from perada.client.trainer import Trainer
 from perada.config import build
 from perada.data.public import Chunks
 from perada.errors import InputError, RunError
-from perada.lanes import bytes_per_lane, memory, replay
+from perada.lanes import bytes_per_lane, machine, replay
 from perada.lanes.machine import precision_of
 from perada.runs import loop as rounds
 from perada.runs.folder import RunFolder
@@ -212,7 +212,7 @@ def test_a_lane_of_a_whole_model_costs_its_columns(monkeypatch: pytest.MonkeyPat
     """On a GPU, where a trained convolution keeps a column of its input for every pixel of its output."""
     model, adapters = (build(small(method__name=m)).model for m in ("ditto", "perada-no-kd"))
     before = [bytes_per_lane(m, (8, 8), 10) for m in (model, adapters)]
-    monkeypatch.setattr(memory, "choose", lambda *shape: "columns")
+    monkeypatch.setattr(machine, "choose", lambda *shape: "columns")
     columns = 9 * (64 * (3 + 16 + 16) + 16 * (16 + 32) + 4 * (32 + 64))  # resnet8: 3×3 taps on maps of 8×8, 4×4, 2×2
     found = [bytes_per_lane(m, (8, 8), 10) for m in (model, adapters)]
     assert found[0] - before[0] == pytest.approx(1.3 * 10 * 4 * columns, abs=2)

@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
 from perada.lanes import LaneBatchNorm, LaneConv2d, Norm, ResidualAdapter, Stem
-from perada.lanes.context import Context
+from perada.lanes.layers import Context
 from perada.lanes.ops import AdamPlan, Pulled
 from perada.lanes.ops.triton import (
     Triton,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import assert_close_norm, assert_same_tensors
 from torch import Tensor, nn
 
@@ -174,6 +177,56 @@ def test_other_dropouts_are_not_silently_off() -> None:
         model = adapt(net, adapter=None, trained="output")
         x, start = images(B), model.initial()
         assert not torch.equal(model(start, x, dropout=torch.tensor([1])), model(start, x))
+
+
+class Functional(nn.Module):
+    """A network whose dropout is a function call."""
+
+    def __init__(self, dropout: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.dropout, self.hidden, self.head = dropout, nn.Linear(3, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(torch.relu(self.hidden(x.mean((2, 3)))), 0.5, self.training)
+        return self.head(self.dropout(x, 0.5, self.training))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_functional_dropout_is_each_lanes(inplace: bool) -> None:
+    net = Functional(functools.partial(F.dropout, inplace=inplace)).double()
+    model = adapt(net, adapter=None, trained="output").to("cpu", torch.float64)
+    start, x, keys = model.initial(2), images(B).repeat(2, 1, 1, 1), torch.tensor([11, 12])
+    one, two = model(start, x, dropout=keys)
+    assert not torch.equal(one, two), "two keys, two masks"
+    alone = model(gather(start, [1]), x[:B], dropout=keys[1:])[0]
+    assert_close_norm(alone, two, what="the same draws alone")
+    assert torch.equal(*model(start, x)), "no dropout without keys"
+    before = torch.random.get_rng_state()
+    model(start, x, dropout=keys)
+    assert torch.equal(torch.random.get_rng_state(), before), "no draws from torch's own generator"
+
+
+def test_functional_dropout_drops_its_share() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Linear(1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(torch.ones(len(x), 4096), 0.3, self.training) * self.scale.weight.mean().abs()
+
+    model = adapt(Wide(), adapter=None, trained="full", head="scale")
+    out = model(model.initial(), torch.zeros(2, 3, 4, 4), dropout=torch.tensor([1]))
+    kept = out != 0
+    assert 0.65 < kept.double().mean() < 0.75
+    assert not torch.equal(kept[0, 0], kept[0, 1])
+
+
+@pytest.mark.parametrize("dropout", [F.dropout2d, F.alpha_dropout])
+def test_other_functional_dropouts_are_refused(dropout: Callable[..., Tensor]) -> None:
+    model = adapt(Functional(dropout).double(), adapter=None, trained="output")
+    with pytest.raises(InputError, match=f"F.{dropout.__name__} has no lane-aware form: use F.dropout, or p=0"):
+        model(model.initial(), images(B), dropout=torch.tensor([11]))
 
 
 def test_plain_is_the_lane_as_an_ordinary_module() -> None:

@@ -9,7 +9,7 @@ import torch
 from helpers import assert_close_norm
 from torch import nn
 
-from perada.lanes.ops.forms import Forms, blocks, dense_conv2d, stem_weight, strided_conv1x1
+from perada.lanes.conv import Forms, blocks, dense_conv2d, stem_weight, strided_conv1x1
 
 
 def stem_conv2d(x: torch.Tensor, layer: nn.Conv2d, forms: Forms) -> torch.Tensor:

@@ -15,14 +15,12 @@ from torch.func import functional_call
 from perada.lanes import (
     LaneBatchNorm,
     LaneConv2d,
-    LaneDropout,
-    LaneLayerNorm,
-    LaneLinear,
     ResidualAdapter,
     fold,
     key_of,
 )
 from perada.lanes.conv import choose, lane_conv1x1, lane_conv2d, uses_columns
+from perada.lanes.layers import LaneDropout, LaneLayerNorm, LaneLinear, recast
 from perada.lanes.random import keep_mask
 
 from .oracle import PlainAdapter
@@ -76,19 +74,19 @@ def assert_lanes(
 def test_linear(bias: bool, middle: tuple[int, ...]) -> None:
     plain = nn.Linear(5, 6, bias=bias, dtype=torch.float64)
     params = lanes_of(plain, ["weight", "bias"] if bias else ["weight"])
-    assert_lanes(LaneLinear.of(plain), plain, draw(K * B, *middle, 5), params)
+    assert_lanes(recast(plain, LaneLinear), plain, draw(K * B, *middle, 5), params)
 
 
 def test_linear_with_a_frozen_bias() -> None:
     # B equals the number of outputs on purpose: a bias broadcast along the wrong axis would go unnoticed.
     plain = nn.Linear(5, B, dtype=torch.float64)
     nn.init.normal_(plain.bias, generator=torch.Generator().manual_seed(0))
-    assert_lanes(LaneLinear.of(plain), plain, draw(K * B, 5), lanes_of(plain, ["weight"]))
+    assert_lanes(recast(plain, LaneLinear), plain, draw(K * B, 5), lanes_of(plain, ["weight"]))
 
 
 def test_linear_with_a_frozen_weight() -> None:
     plain = nn.Linear(5, 6, dtype=torch.float64)
-    assert_lanes(LaneLinear.of(plain), plain, draw(K * B, 5), lanes_of(plain, ["bias"]))
+    assert_lanes(recast(plain, LaneLinear), plain, draw(K * B, 5), lanes_of(plain, ["bias"]))
 
 
 CONVS = [
@@ -173,7 +171,7 @@ def test_columns_are_taken_where_they_fit(images: int, size: int, kernel: int, s
     """By the pixels of the output, of which a stem has a quarter, and by bytes; nothing is computed."""
     channels = 3 if kernel == 7 else 64
     x = torch.empty(images, channels, size, size, dtype=torch.bfloat16, device="meta")
-    layer = LaneConv2d(channels, 64, kernel, stride, kernel // 2, device="meta")
+    layer = LaneConv2d.of(nn.Conv2d(channels, 64, kernel, stride, kernel // 2, device="meta"))
     layer.weight = nn.Parameter(torch.empty(2, 64, channels, kernel, kernel, dtype=torch.bfloat16, device="meta"))
     taken = uses_columns(x, layer, choose("cuda", channels, 64, (size // stride) ** 2))
     assert ("columns" if taken else "grouped") == wanted
@@ -245,13 +243,13 @@ def test_batch_norm_of_another_kind_is_refused() -> None:
 def test_layer_norm(shape: tuple[int, ...], outer: tuple[int, ...], bias: bool) -> None:
     plain = nn.LayerNorm(shape, eps=1e-4, bias=bias, dtype=torch.float64)
     params = lanes_of(plain, ["weight", "bias"] if bias else ["weight"])
-    assert_lanes(LaneLayerNorm.of(plain), plain, draw(K * B, *outer, *shape), params)
+    assert_lanes(recast(plain, LaneLayerNorm), plain, draw(K * B, *outer, *shape), params)
 
 
 @pytest.mark.parametrize("trained", ["weight", "bias"])
 def test_layer_norm_half_frozen(trained: str) -> None:
     plain = nn.LayerNorm(5, dtype=torch.float64)
-    assert_lanes(LaneLayerNorm.of(plain), plain, draw(K * B, 5), lanes_of(plain, [trained]))
+    assert_lanes(recast(plain, LaneLayerNorm), plain, draw(K * B, 5), lanes_of(plain, [trained]))
 
 
 @pytest.mark.parametrize(
@@ -260,9 +258,10 @@ def test_layer_norm_half_frozen(trained: str) -> None:
     ids=lambda m: type(m).__name__,
 )
 def test_a_frozen_layer_is_torchs(plain: nn.Module) -> None:
-    kinds = {nn.Linear: LaneLinear, nn.Conv2d: LaneConv2d, nn.LayerNorm: LaneLayerNorm}
+    kinds = {nn.Linear: LaneLinear, nn.LayerNorm: LaneLayerNorm}
+    layer = LaneConv2d.of(plain) if isinstance(plain, nn.Conv2d) else recast(plain, kinds[type(plain)])
     x = torch.randn(2, 5, 5, 5)
-    assert torch.equal(kinds[type(plain)].of(plain)(x), plain(x))
+    assert torch.equal(layer(x), plain(x))
 
 
 def test_dropout_is_each_lanes_mask() -> None:

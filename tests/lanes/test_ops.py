@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from perada.lanes import LaneBatchNorm, LaneConv2d, bytes_per_lane, ops, ops_for, side_by_side
-from perada.lanes.context import Context, Slots
+from perada.lanes.layers import Context, Slots
 from perada.lanes.ops import PLAIN, Ops, plain
 
 from .problems import problem

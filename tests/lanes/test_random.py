@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from perada.lanes import LaneDropout, fold, key_of, rng_of, uniform
+from perada.lanes import fold, key_of, rng_of, uniform
+from perada.lanes.layers import LaneDropout
 from perada.lanes.random import bits, keep_mask
 
 N = 1 << 17  # elements of a statistical test; all of them are deterministic, so a bound of 5 sigma never flickers

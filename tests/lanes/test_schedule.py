@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from perada.lanes.schedule import Span, cheapest, price, schedule, waste
+from perada.lanes.replay import Span, cheapest, price, schedule, waste
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 

@@ -18,9 +18,8 @@ from perada.data.augment import AUGMENT
 from perada.data.federation import Client, Federation
 from perada.lanes import LaneModel, Options, State, Stem, conv, fold, gradient
 from perada.lanes import ops as seam
-from perada.lanes.context import Context, Norm, Slots
-from perada.lanes.layers import LaneBatchNorm, LaneConv2d, ResidualAdapter
-from perada.lanes.ops import PLAIN, Ops, Statistics, forms
+from perada.lanes.layers import Context, LaneBatchNorm, LaneConv2d, Norm, ResidualAdapter, Slots
+from perada.lanes.ops import PLAIN, Ops, Statistics
 from perada.lanes.random import keep_mask
 from perada.lanes.state import flattened
 
@@ -215,7 +214,7 @@ def test_convolutions_of_lanes(shape: tuple[int, ...], kernel: int, stride: int,
     for form in ("loop", "columns"):
         leaf, own = x.clone().requires_grad_(), state.params["w"].detach().requires_grad_()
         slots = Slots({"w": own}, grads.params if slotted and form == "columns" else {})
-        layer = LaneConv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False, device="meta")
+        layer = LaneConv2d.of(nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False, device="meta"))
         del layer.weight
         layer.weight = own  # type: ignore[assignment]
         y = TRITON.conv(leaf, use(layer, TRITON, "train", slots), form)
@@ -264,7 +263,7 @@ def test_frozen_convolutions_in_every_form(form: str, shape: tuple[int, ...], mo
     inputs, outputs, kernel, stride, padding, *size = shape
     plain = nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False).double().requires_grad_(False)
     layer, x = LaneConv2d.of(plain), draw(4, inputs, *size)
-    for module in (columns, forms):
+    for module in (columns, conv):
         monkeypatch.setattr(module, "best_form", lambda x, layer: form)
     for ops in (PLAIN, TRITON):
         assert_close_norm(use(layer, ops, "train")(x), plain(x), 1e-12)

@@ -1,7 +1,5 @@
 """Adapters: small trained parts that are inserted into a frozen network. One file per kind."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable

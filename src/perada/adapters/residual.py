@@ -3,8 +3,6 @@
 A new adapter is nearly the identity: its 1×1 weights are normal draws with a tiny standard deviation.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import dataclass, field

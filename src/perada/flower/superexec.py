@@ -9,8 +9,6 @@ has stopped waiting for it (`limited`). Flower would wait for a hanging one fore
 more.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

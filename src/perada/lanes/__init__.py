@@ -3,18 +3,15 @@
 This package knows nothing of federated learning. See docs/architecture.md.
 """
 
-from .context import Norm
 from .convert import convert, default_groups, is_resnet, last_linear, parent_of
 from .gradient import Batch, Gradient, Loss, Options
 from .layers import (
     LaneBatchNorm,
     LaneConv2d,
-    LaneDropout,
-    LaneLayerNorm,
-    LaneLinear,
+    Norm,
     ResidualAdapter,
 )
-from .memory import bytes_per_lane
+from .machine import bytes_per_lane
 from .model import NOTHING, Group, LaneModel, divide
 from .ops import get_ready, normalised, ops_for, side_by_side
 from .optim import Pull, adam, adam_states, sgd
@@ -48,9 +45,6 @@ __all__ = [
     "Group",
     "LaneBatchNorm",
     "LaneConv2d",
-    "LaneDropout",
-    "LaneLayerNorm",
-    "LaneLinear",
     "LaneModel",
     "Loss",
     "Norm",

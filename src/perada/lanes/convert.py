@@ -1,17 +1,14 @@
 """Any torch module -> a `LaneModel`, by replacing only what is trained or mixes samples."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..errors import InputError
-from .layers import LaneBatchNorm, LaneConv2d, LaneDropout, LaneGroupNorm, LaneLayerNorm, LaneLinear
+from .layers import LaneBatchNorm, LaneConv2d, LaneDropout, LaneGroupNorm, LaneLayerNorm, LaneLinear, recast
 from .model import Group, LaneModel
 
 
@@ -85,7 +82,7 @@ def _lane_norm(layer: _BatchNorm) -> LaneBatchNorm:
     if type(layer).__name__ != "BatchNormAct2d":
         raise ValueError(f"{type(layer).__name__} has no lane-aware form; use nn.BatchNorm2d")
     new = LaneNormAct.of(layer)
-    new.drop, new.act = layer.drop, layer.act
+    new.drop, new.act = layer.drop, layer.act  # type: ignore[assignment]
     return new
 
 
@@ -97,18 +94,15 @@ def _lane_aware(layer: nn.Module, name: str, trained: bool) -> nn.Module | None:
         return LaneDropout(layer.p, name)
     if isinstance(layer, _DropoutNd) and layer.p > 0:
         raise ValueError(f"{type(layer).__name__} has no lane-aware form; use nn.Dropout or p=0")
-    if not trained:  # a convolution has better forms on a GPU (`ops.forms`)
+    if not trained:  # a convolution has better forms on a GPU (`conv.best_form`)
         usual = type(layer) is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros"
         return LaneConv2d.of(layer) if usual and layer.bias is None and not isinstance(layer.padding, str) else None
-    kinds: dict[type, Callable[[Any], nn.Module]] = {
-        nn.Linear: LaneLinear.of,
-        nn.Conv2d: LaneConv2d.of,
-        nn.LayerNorm: LaneLayerNorm.of,
-        nn.GroupNorm: LaneGroupNorm.of,
-    }
+    if type(layer) is nn.Conv2d:
+        return LaneConv2d.of(layer)
+    kinds = {nn.Linear: LaneLinear, nn.LayerNorm: LaneLayerNorm, nn.GroupNorm: LaneGroupNorm}
     if type(layer) not in kinds:
         raise ValueError(f"a trained {type(layer).__name__} has no lane-aware form; keep it frozen")
-    return kinds[type(layer)](layer)
+    return recast(layer, kinds[type(layer)])
 
 
 SHORTCUT = re.compile(r"\.(downsample|shortcut)\.")  # the layers beside a block of a ResNet

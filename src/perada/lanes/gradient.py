@@ -1,14 +1,12 @@
 """The gradient of many lanes' losses on one mini-batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .context import Norm, Slots
+from .layers import Norm, Slots
 from .model import Group, LaneModel
 from .ops import Change
 from .state import State, like, views

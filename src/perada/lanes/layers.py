@@ -5,19 +5,65 @@ layer's template holds lanes, any other is frozen and shared. Without lanes ever
 counterpart, so a module that holds one lane's values is a plain module. Layers share their model's `Context`.
 """
 
-from __future__ import annotations
-
-from typing import Any
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from .context import Context
+from ..errors import InputError
 from .conv import lane_conv2d
-from .ops import Statistics
+from .ops import PLAIN, Ops, Statistics
 from .random import fold, keep_mask, key_of
 from .stem import Stem
+
+Norm = Literal["train", "batch", "running"]
+"""How batch norm normalises: with the batch's statistics, which also update the running ones (train); with the batch's
+statistics only (batch); with the running statistics (running)."""
+
+
+class Slots:
+    """Where the gradients of parameters belong.
+
+    An operation may take a parameter's slot. It then writes the gradient there in the backward pass and gives autograd
+    none. Only the first use of a parameter gets the slot; autograd adds up the gradients of any later use.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor] | None = None, slots: Mapping[str, Tensor] | None = None) -> None:
+        self._free = {id(params[n]): slot for n, slot in slots.items()} if params and slots else {}
+
+    def take(self, parameter: Tensor) -> Tensor | None:
+        """Returns the parameter's slot, or None where it has none or an earlier operation took it."""
+        return self._free.pop(id(parameter), None)
+
+    def is_free(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._free
+
+
+@dataclass
+class Context:
+    """One per model, shared by its layers. `LaneModel` sets it: `ops` on a move to a device, the rest for each pass.
+
+    norm: None means that the layer's own `train()` and `eval()` decide, as in a module used without lanes.
+    """
+
+    ops: Ops = PLAIN
+    norm: Norm | None = None
+    slots: Slots = field(default_factory=Slots)
+
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def recast(layer: nn.Module, kind: type[Layer]) -> Layer:
+    """Returns a layer of another class with the same settings, parameters and buffers."""
+    new = kind.__new__(kind)
+    new.__dict__ = {name: copy.copy(value) for name, value in layer.__dict__.items()}
+    return new
 
 
 def along(tensor: Tensor, y: Tensor, lanes: int, axis: int) -> Tensor:
@@ -36,12 +82,6 @@ def along(tensor: Tensor, y: Tensor, lanes: int, axis: int) -> Tensor:
 class LaneLinear(nn.Linear):
     """A linear layer with weight `[K, out, in]` and bias `[K, out]`, or frozen ones without K."""
 
-    @classmethod
-    def of(cls, layer: nn.Linear) -> LaneLinear:
-        new = cls(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-        new.weight, new.bias = layer.weight, layer.bias
-        return new
-
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dim() == 2:
             y = F.linear(x, self.weight)
@@ -54,26 +94,13 @@ class LaneLinear(nn.Linear):
 class LaneConv2d(nn.Conv2d):
     """A convolution with weight `[K, O, I/groups, h, w]`, or a frozen one; an `adapter`, if any, follows it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.adapter: nn.Module | None = None
-        self.context = Context()
+    adapter: nn.Module | None
+    context: Context
 
     @classmethod
-    def of(cls, layer: nn.Conv2d) -> LaneConv2d:
-        new = cls(
-            layer.in_channels,
-            layer.out_channels,
-            layer.kernel_size,
-            layer.stride,
-            layer.padding,
-            layer.dilation,
-            layer.groups,
-            bias=layer.bias is not None,
-            padding_mode=layer.padding_mode,
-            device="meta",
-        )
-        new.weight, new.bias = layer.weight, layer.bias
+    def of(cls, layer: nn.Conv2d) -> Self:
+        new = recast(layer, cls)
+        new.adapter, new.context = None, Context()
         return new
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,7 +143,7 @@ class LaneBatchNorm(nn.Module):
         self.context = Context()
 
     @classmethod
-    def of(cls, layer: nn.modules.batchnorm._BatchNorm) -> LaneBatchNorm:
+    def of(cls, layer: nn.modules.batchnorm._BatchNorm) -> Self:
         if layer.momentum is None or layer.running_mean is None or not layer.affine:
             raise ValueError("a batch norm without affine, running statistics or momentum has no lane-aware form")
         new = cls(layer.num_features, layer.eps, layer.momentum)
@@ -142,12 +169,6 @@ class LaneBatchNorm(nn.Module):
 class LaneLayerNorm(nn.LayerNorm):
     """Layer norm with weight and bias `[K, *shape]`, or frozen ones."""
 
-    @classmethod
-    def of(cls, layer: nn.LayerNorm) -> LaneLayerNorm:
-        new = cls(layer.normalized_shape, layer.eps, bias=layer.bias is not None)
-        new.weight, new.bias = layer.weight, layer.bias
-        return new
-
     def forward(self, x: Tensor) -> Tensor:
         own = len(self.normalized_shape)
         y = F.layer_norm(x, self.normalized_shape, None, None, self.eps)
@@ -157,12 +178,6 @@ class LaneLayerNorm(nn.LayerNorm):
 
 class LaneGroupNorm(nn.GroupNorm):
     """weight and bias `[K, C]`, or frozen ones."""
-
-    @classmethod
-    def of(cls, layer: nn.GroupNorm) -> LaneGroupNorm:
-        new = cls(layer.num_groups, layer.num_channels, layer.eps)
-        new.weight, new.bias = layer.weight, layer.bias
-        return new
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.group_norm(x, self.num_groups, None, None, self.eps)
@@ -187,9 +202,37 @@ class LaneDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.key.dim() == 0 or self.p == 0.0:
             return F.dropout(x, self.p, self.training)
-        keys = fold(self.key, self.salt)
-        keep = keep_mask(keys, x.numel() // keys.shape[0], self.p).view(x.shape)
-        return x * keep * (1.0 / (1.0 - self.p))
+        return _dropped(x, self.p, fold(self.key, self.salt))
+
+
+def _dropped(x: Tensor, p: float, keys: Tensor) -> Tensor:
+    """Returns x `[K·B, ...]` after dropout with the draws of the lanes' keys, int64 `[K]`."""
+    keep = keep_mask(keys, x.numel() // keys.shape[0], p).view(x.shape)
+    return x * keep * (1.0 / (1.0 - p))
+
+
+class LanesInDropout(TorchFunctionMode):
+    """Makes `F.dropout` in a network's own code draw from the lanes' keys, the n-th call of a pass with salt n.
+
+    Without it, `F.dropout(x, p, self.training)` would do nothing, because a network with lanes stays in eval mode.
+    """
+
+    def __init__(self, keys: Tensor) -> None:
+        super().__init__()
+        self.keys, self.calls = keys, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in OTHER_DROPOUTS and kwargs["p"] > 0:
+            raise InputError(f"F.{func.__name__} has no lane-aware form: use F.dropout, or p=0")
+        if func is not F.dropout or kwargs["p"] == 0:
+            return func(*args, **kwargs)
+        (x,), self.calls = args, self.calls + 1
+        y = _dropped(x, kwargs["p"], fold(self.keys, key_of("F.dropout", self.calls) & 0xFFFFFFFF))
+        return x.copy_(y) if kwargs["inplace"] else y
+
+
+OTHER_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 
 
 class ResidualAdapter(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -12,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .context import Context, Norm, Slots
-from .layers import LaneBatchNorm, LaneDropout
+from .layers import Context, LaneBatchNorm, LaneDropout, LanesInDropout, Norm, Slots
 from .ops import ops_for
 from .state import State, repeat
 from .stem import Stem
@@ -46,6 +46,7 @@ def divide(state: State, group: Group) -> tuple[State, State]:
 def _shared(module: nn.Module, trained: frozenset[str]) -> dict[str, str]:
     """Returns the other names of trained parameters that several layers share."""
     names = {p: n for n, p in module.named_parameters() if n in trained}
+    # Each module under one of its names: a module that is swapped twice would keep its lanes.
     every = ((f"{n}.{k}" if n else k, p) for n, m in module.named_modules() for k, p in m._parameters.items())
     return {n: names[p] for n, p in every if p is not None and p in names and names[p] != n}
 
@@ -74,35 +75,39 @@ class LaneModel:
         self._compiled: set[Hashable] = set()  # the kinds of passes without gradients whose kernels are compiled
         stem = getattr(module, "stem", None)  # names of the first layer and its pooling, if the module declares them
         self._stem = None if not isinstance(stem, tuple) or f"{stem[0]}.weight" in trained else stem
-        self._dropouts = [f"{n}.key" for n, m in module.named_modules() if isinstance(m, LaneDropout)]
+        layers = dict(module.named_modules())
+        self._dropouts = [f"{n}.key" for n, m in layers.items() if isinstance(m, LaneDropout)]
+        self._foreign = any(not type(m).__module__.startswith(("perada.", "torch.nn.")) for m in layers.values())
         self._params = [n for n, _ in module.named_parameters() if n in trained]
         if not set(self._params) - self.inert:
             raise ValueError("nothing is trained: name a parameter group that is not empty")
         self._shared = _shared(module, trained)
-        self._buffers = [
-            f"{n}.{b}"
-            for n, m in module.named_modules()
-            if isinstance(m, LaneBatchNorm)
-            for b in ("running_mean", "running_var")
-        ]
-        for layer in module.modules():
+        norms = [n for n, m in layers.items() if isinstance(m, LaneBatchNorm)]
+        self._buffers = [f"{n}.{b}" for n in norms for b in ("running_mean", "running_var")]
+        for layer in layers.values():
             if isinstance(getattr(layer, "context", None), Context):
-                layer.context = self.context  # type: ignore[assignment]
+                layer.context = self.context
 
     @cached_property
     def signature(self) -> Hashable:
-        """Equal for models that compute the same from the same lanes."""
-        from .pool import signature
-
-        return signature(self)
+        """Returns a value that is equal for models that compute the same from the same lanes."""
+        parts: list[Hashable] = [self.compute, self.device, tuple(sorted(self.inert))]
+        trained = {*self._params, *self._buffers}
+        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+            numbers = tensor.detach().double().flatten()
+            draw = torch.linspace(0.5, 1.5, numbers.numel(), dtype=torch.float64, device=numbers.device)
+            frozen = name not in trained and numbers.numel()
+            parts.append((name, tuple(tensor.shape), float((numbers * draw).sum()) if frozen else None))
+        settings = [(n, type(m).__name__, getattr(m, "p", None)) for n, m in self.module.named_modules()]
+        return (*parts, *settings)
 
     @property
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
 
     def to(self, device: torch.device | str, dtype: torch.dtype, compute: torch.dtype | None = None) -> LaneModel:
-        """Moves the model, and chooses the operations for the device. Lanes are kept in `dtype`; the frozen weights and
-        all computing are in `compute`, by default the same."""
+        """Moves the model, and chooses the operations for the device. Lanes are kept in `dtype`. The frozen weights are
+        in `compute`, by default the same, and so is everything that is computed."""
         self.module.to(device=device, dtype=dtype)
         self._initial = self.initial()  # before anything is rounded
         self.compute = compute or dtype
@@ -124,7 +129,7 @@ class LaneModel:
         return repeat(one, lanes)
 
     def group(self, name: str) -> Group:
-        """Returns a group. An unknown name is an error that lists those there are (`convert.Groups`)."""
+        """Returns a group. Raises an error that lists all groups if there is none of this name (`convert.Groups`)."""
         return self.groups[name]
 
     def holds(self, state: State) -> bool:
@@ -132,7 +137,7 @@ class LaneModel:
         return state.params.keys() >= set(self._params) and state.buffers.keys() >= set(self._buffers)
 
     def part_of(self, state: State) -> State:
-        """Returns what of a state belongs to this model; a broadcast may carry more."""
+        """Returns the part of a state that belongs to this model; a broadcast may carry more."""
         return state.only(self._params, self._buffers)
 
     @torch.no_grad()
@@ -163,7 +168,7 @@ class LaneModel:
         dropout: Tensor | None = None,
         slots: Slots | None = None,
     ) -> Tensor:
-        """images `[K·B, ...]`, lane-major -> logits `[K, B, classes]`.
+        """Returns logits `[K, B, classes]` of images `[K·B, ...]`, lane-major.
 
         norm: with "train" the running statistics in `state.buffers` are updated in place.
         dropout: the lanes' keys, int64 `[K]`; None turns dropout off.
@@ -184,7 +189,8 @@ class LaneModel:
         try:
             if norm != "train" and not torch.is_grad_enabled():
                 self._compile(tensors, images, state.lanes)
-            logits = self._run(tensors, images)
+            with LanesInDropout(dropout) if self._foreign and dropout is not None else nullcontext():
+                logits = self._run(tensors, images)
         finally:
             self.context.norm, self.context.slots = None, Slots()  # slots hold memory
         logits = logits.reshape(state.lanes, -1, logits.shape[-1])
@@ -192,7 +198,7 @@ class LaneModel:
 
     def _run(self, tensors: dict[str, Tensor], images: Tensor | Stem) -> Tensor:
         shared = {alias: tensors[name] for alias, name in self._shared.items()}
-        # torch's own ties leave the lanes in a module that is used under two names.
+        # With torch's own ties, lanes would stay in a module that is used under two names.
         out: Tensor = functional_call(self.module, {**tensors, **shared}, (images,), tie_weights=False)
         return out
 

@@ -1,7 +1,5 @@
 """SGD and Adam as steps of a loop. `Ops` has their arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 

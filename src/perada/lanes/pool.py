@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
-
 from .model import LaneModel
 from .state import State, repeat, stack
 
@@ -155,16 +153,3 @@ def _together(jobs: Sequence[Job], model: LaneModel | None, limit: int) -> list[
 def _own(state: State, lanes: int) -> State:
     """Returns a state that lanes share as one per lane, as other jobs' lanes do not share it."""
     return state if state.lanes == lanes else repeat(state, lanes)
-
-
-def signature(model: LaneModel) -> Hashable:
-    """Returns a value that is equal for models that compute the same from the same lanes."""
-    parts: list[Hashable] = [model.compute, model.device, tuple(sorted(model.inert))]
-    lanes = {**model.initial().params, **model.initial().buffers}
-    for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]:
-        frozen = name not in lanes
-        numbers = tensor.detach().double().flatten()
-        draw = torch.linspace(0.5, 1.5, numbers.numel(), dtype=torch.float64, device=numbers.device)
-        parts.append((name, tuple(tensor.shape), float((numbers * draw).sum()) if frozen and numbers.numel() else None))
-    settings = [(n, type(m).__name__, getattr(m, "p", None)) for n, m in model.module.named_modules()]
-    return (*parts, *settings)

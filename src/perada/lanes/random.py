@@ -5,8 +5,6 @@ lanes are grouped differently. Hashing a counter can: a lane's key is a 64-bit i
 hash of (key, i).
 """
 
-from __future__ import annotations
-
 import hashlib
 from functools import lru_cache
 

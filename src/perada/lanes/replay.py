@@ -1,19 +1,23 @@
 """Steps of a loop as CUDA graphs: recorded once, then replayed without Python.
 
 A graph works on the tensors it was recorded with. So a loop's states, batches and counters live in fixed tensors with
-slots, and lanes are copied into the slots by a schedule (`schedule.py`). Nothing is read back before the loop ends.
+slots, and lanes are copied into the slots by a schedule. Nothing is read back before the loop ends.
+
+Lanes have different numbers of steps. The longest start first, and a lane that is done makes room for the next. When no
+lane waits, the steps get narrower, in the few widths that are recorded. All of this is known before the first step, so
+the device is never asked. Short lanes may take turns in fewer slots, because the longest lane takes its time anyway.
+The schedule is the cheapest of a few.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from .schedule import cheapest, waste
 from .state import State, flattened, sent
 
 if TYPE_CHECKING:
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("cuda",)  # where steps are recorded; tests add the CPU, which runs them without recording
 KEPT = 8  # loops whose recordings are kept: the last used
+STEP = 13  # the fixed cost of a step, in lanes (docs/performance.md: 0.80 ms for 1 lane, 1.67 for 16)
 WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # the lane counts that are recorded
 
 
@@ -184,3 +189,65 @@ def _write(mine: State, here: Any, given: State, there: Any) -> None:
 def _columns(pairs: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
     here, there = sent(torch.tensor(pairs), device).unbind(1)
     return here, there
+
+
+@dataclass
+class Span:
+    """Steps of the same width, and what happens before them, in this order."""
+
+    width: int = 0
+    steps: int = 0
+    stored: list[tuple[int, int]] = field(default_factory=list)  # (slot, lane) of lanes that are done
+    loaded: list[tuple[int, int]] = field(default_factory=list)  # (slot, lane) of lanes that begin
+    moved: list[tuple[int, int]] = field(default_factory=list)  # (from slot, to slot)
+
+
+def schedule(steps: Sequence[int], slots: int, widths: Sequence[int]) -> list[Span]:
+    """Returns spans that load every lane once, run its steps and store it once. The last span only stores.
+
+    A step is as wide as one of `widths`, where that is less than `slots`, or as `slots`.
+    """
+    waiting = sorted((k for k, n in enumerate(steps) if n), key=lambda k: -steps[k])
+    place: dict[int, int] = {}  # slot -> lane
+    left: dict[int, int] = {}  # lane -> steps
+    spans: list[Span] = []
+    allowed = sorted({w for w in widths if w < slots} | {slots})
+    free = list(range(slots))
+    while True:
+        span = Span(stored=[(s, k) for s, k in place.items() if not left[k]])
+        for slot, _ in span.stored:
+            del place[slot]
+            free.append(slot)
+        free.sort()
+        while waiting and free:
+            place[free.pop(0)] = waiting.pop(0)
+            span.loaded.append(list(place.items())[-1])
+            left[span.loaded[-1][1]] = steps[span.loaded[-1][1]]
+        spans.append(span)
+        if not place:
+            return spans
+        span.width = next(w for w in allowed if w >= len(place))
+        for high in sorted(s for s in place if s >= span.width):
+            low = free.pop(0)  # all remaining lanes fit below the width
+            place[low] = place.pop(high)
+            free.append(high)
+            span.moved.append((high, low))
+        span.steps = min(left[k] for k in place.values())
+        for k in place.values():
+            left[k] -= span.steps
+
+
+def cheapest(steps: Sequence[int], slots: int, widths: Sequence[int]) -> list[Span]:
+    """Returns the `schedule` in the number of slots that costs least."""
+    choices = sorted({w for w in widths if 0 < w < slots} | {slots})
+    return min((schedule(steps, w, widths) for w in choices), key=price)
+
+
+def price(spans: Sequence[Span]) -> int:
+    return sum(s.steps * (STEP + s.width) for s in spans)
+
+
+def waste(steps: Sequence[int], spans: Sequence[Span]) -> tuple[int, int]:
+    """Returns the steps of all lanes, and the steps of empty slots."""
+    useful = sum(steps)
+    return useful, sum(s.width * s.steps for s in spans) - useful

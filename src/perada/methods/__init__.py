@@ -3,8 +3,6 @@
 A method of another package is named `package.module:callable`, or by an entry point in the group `perada.methods`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from collections.abc import Callable, Mapping

@@ -13,8 +13,6 @@ The paper writes the update of α for an iteration; its authors' code does it on
 Running statistics: v_m carries those of the mixture, which starts a round as v̄_m does, in parts α and 1 − α.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

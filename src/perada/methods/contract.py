@@ -1,7 +1,5 @@
 """What a method is: Algorithm 1 as a few functions, and a declaration of what it trains and sends."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable

@@ -8,8 +8,6 @@ Algorithm 1: `min_v L_m(v) + λ/2 ‖v − w*‖²` with w* the global optimum. 
     w ← mean_m θ_m                           at the server
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

@@ -11,8 +11,6 @@ alternating one of its two algorithms (local procedure LocalAlt). With u the sha
 Running statistics belong to their module's part and move only while that part is trained.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from ..client.trainer import Trainer

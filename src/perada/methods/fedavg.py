@@ -7,8 +7,6 @@ Algorithm 1:
     w ← mean_m θ_m             at the server; the paper weighs clients by n_m: Train.weighting="samples"
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

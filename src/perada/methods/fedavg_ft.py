@@ -6,8 +6,6 @@ Learning by Local Adaptation", arXiv 2020. Rounds as in FedAvg (Algorithm 1 of M
     v ← v − η ∇L_m(v)          at EVERY client, from w; v_m stays with the client
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

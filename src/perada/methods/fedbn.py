@@ -9,8 +9,6 @@ Algorithm 1 (appendix C). With b_m the batch norms of client m, affines and runn
 Every norm's statistics stay, those of the downsample norms too, whose affines are shared.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -10,8 +10,6 @@ The distillation, its settings and its guard are PerAda's (`[distill]`), as in t
 here full models are distilled.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -11,8 +11,6 @@ the client's own estimate of its gradient (kept by it) and P the sampled of all 
 The linear and the quadratic term together are one pull, towards w + g_m/α.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

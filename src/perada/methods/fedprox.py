@@ -6,8 +6,6 @@ Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, Eq. (
     w ← mean_m θ_m                           at the server
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

@@ -11,8 +11,6 @@ The paper trains the head to near its optimum and the representation for little 
 then one or five): so here Train.epochs are the head's, and the representation gets one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -8,8 +8,6 @@ simultaneous one of its two algorithms (local procedure LocalSim). With u the sh
     u ← mean_m u_m                                              at the server; v_m stays with the client
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from ..client.trainer import Trainer

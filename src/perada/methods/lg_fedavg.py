@@ -9,8 +9,6 @@ Algorithm 1. With ℓ_m the feature extractor of client m and h the head:
 The paper may share several top layers; the PerAda paper's table, and this file, share the head.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -12,8 +12,6 @@ The regulariser needs the mean of the clients' models, so here a personal model 
 mean is a centre, trained on no data: as in the PerAda paper's comparison it is not tested as a global model.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

@@ -10,8 +10,6 @@ CVPR 2024, Algorithm 1. With u the frozen backbone, for each sampled client m:
 "PerAda w/o KD" is the same without the R steps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor

@@ -13,8 +13,6 @@ last θ of the round), and only sampled clients train. w_m is never run itself, 
 are those of its θ; β mixes parameters, not statistics.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

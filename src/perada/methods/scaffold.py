@@ -12,8 +12,6 @@ Clients of unlike size take unlike numbers of steps: K is each client's own. Sam
 only: c stays the plain mean of all c_m. The server can add up what a client uploads, so c_m is not hidden from it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -5,8 +5,6 @@
 so that it spends the same client epochs as other methods.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

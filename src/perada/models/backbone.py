@@ -1,7 +1,5 @@
 """A network with what it says about its images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

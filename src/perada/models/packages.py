@@ -1,7 +1,5 @@
 """Networks of torchvision and timm, which are imported when one is asked for."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

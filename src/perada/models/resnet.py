@@ -4,8 +4,6 @@
 `resnet8` is for images of 8 to 32 pixels: a 3×3 stem, no pooling, three stages of one block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pretrained weights from a file, torchvision or timm; what did not fit is always reported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module, resources

@@ -1,7 +1,5 @@
 """A client's personal model, whichever place it comes from: what it sees in pictures, and the model as one file."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

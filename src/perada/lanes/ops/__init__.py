@@ -11,7 +11,7 @@ model is put on a device; layers, optimisers, losses and batches call it and nev
 | `norm_and_pool` | first norm | norm, ReLU, pooling | one kernel, no maps in between |
 | `stem_norm` | first norm, on a `Stem` | several element-wise operations | one kernel |
 | `conv` | trained `LaneConv2d` | loop, grouped or unfolded convolution | batched product of columns |
-| `frozen_conv`, `blocks` | frozen `LaneConv2d` | `F.conv2d`, or a product with rearranged weights (forms.py) | product of columns where there are no tensor cores |
+| `frozen_conv`, `blocks` | frozen `LaneConv2d` | `F.conv2d`, or a product with rearranged weights (lanes/conv.py) | product of columns where there are no tensor cores |
 | `side_by_side`, `join` | residual blocks, `Gradient` | one after the other | on a second stream |
 | `cross_entropy`, `divergence` | losses | `F.cross_entropy`; softmax and logarithms | loss and gradient in one kernel |
 | `views`, `client_batch`, `chunk` | batches | indexing, augmentation, normalisation | one kernel each |
@@ -35,7 +35,7 @@ from torch import Tensor
 from .plain import AdamPlan, Branch, Change, Ops, Pulled, Statistics, normalised
 
 if TYPE_CHECKING:
-    from ..context import Context
+    from ..layers import Context
 
 __all__ = [
     "DEVICES",

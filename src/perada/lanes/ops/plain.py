@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..conv import Kernel, lane_conv2d
+from .. import conv
 from ..random import fold
 from ..state import like
-from . import forms
 
 if TYPE_CHECKING:
     from ..layers import LaneBatchNorm, LaneConv2d, ResidualAdapter
@@ -76,7 +75,7 @@ class Ops:
     fast = False  # whether there are kernels
 
     def __init__(self) -> None:
-        self.forms = forms.Forms()
+        self.forms = conv.Forms()
 
     # Layers.
 
@@ -99,24 +98,24 @@ class Ops:
         added: Tensor = adapter.conv(adapter.dropout(adapter.norm(x)))
         return x + added
 
-    def conv(self, x: Tensor, layer: LaneConv2d, kernel: Kernel | None = None) -> Tensor:
+    def conv(self, x: Tensor, layer: LaneConv2d, kernel: conv.Kernel | None = None) -> Tensor:
         """Returns lane k's images convolved with lane k's weight `[K, O, I, h, w]`, without the layer's bias."""
-        return lane_conv2d(x, layer.weight, layer.stride, layer.padding, layer.dilation, kernel)  # type: ignore[arg-type]
+        return conv.lane_conv2d(x, layer.weight, layer.stride, layer.padding, layer.dilation, kernel)  # type: ignore[arg-type]
 
     def frozen_conv(self, x: Tensor, layer: nn.Conv2d) -> Tensor:
         """Returns all lanes' images convolved with the layer's one frozen weight, without its bias."""
-        form = forms.best_form(x, layer)
+        form = conv.best_form(x, layer)
         if form == "dense":
-            return forms.dense_conv2d(x, layer, self.forms)
+            return conv.dense_conv2d(x, layer, self.forms)
         if form == "1x1":
-            return forms.strided_conv1x1(x, layer, self.forms)
+            return conv.strided_conv1x1(x, layer, self.forms)
         if form == "stem":
-            return F.conv2d(self.blocks(x), forms.stem_weight(layer, self.forms))
+            return F.conv2d(self.blocks(x), conv.stem_weight(layer, self.forms))
         return F.conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation)
 
     def blocks(self, x: Tensor) -> Tensor:
-        """Returns colour images in blocks of 2×2 pixels, for the stem's convolution (`forms.stem_weight`)."""
-        return forms.blocks(x)
+        """Returns colour images in blocks of 2×2 pixels, for the stem's convolution (`conv.stem_weight`)."""
+        return conv.blocks(x)
 
     def side_by_side(self, less: Branch, more: Branch, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns `less(x)` and `more(x)`."""

@@ -4,8 +4,6 @@ A small network on a GPU spends its time on starting kernels and on reading and 
 does the work of several. Each operation takes its kernel where that fits, and plain torch otherwise.
 """
 
-from __future__ import annotations
-
 from ..plain import Ops
 from . import adapter, columns, compile_pool, flat, images, launch, loss, norm, side_stream, stem
 

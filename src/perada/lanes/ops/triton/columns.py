@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ...conv import Kernel, uses_columns
-from ..forms import best_form
+from ...conv import Kernel, best_form, uses_columns
 from ..plain import Ops
 from .launch import launch
 from .tiles import wide

@@ -5,8 +5,6 @@ that asked finds them. It ends with that process, or after a minute without work
 differently, kernels are compiled where they are needed, which only takes longer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib

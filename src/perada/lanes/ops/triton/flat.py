@@ -1,7 +1,5 @@
 """Training steps on all parameters of all lanes at once (`State.flat`), and the end of a step."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 `data/augment.py` has the same in plain torch, and explains the draws.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

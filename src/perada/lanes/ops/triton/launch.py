@@ -1,7 +1,5 @@
 """Starts a kernel, or only compiles it together with all others that a step needs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Losses that compute their gradients in the forward pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

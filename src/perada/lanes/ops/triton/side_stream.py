@@ -1,7 +1,5 @@
 """A second stream: kernels too small to fill a GPU run at the same time as others that do not need their results."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
