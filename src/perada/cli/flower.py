@@ -19,7 +19,7 @@ from ..flower.launch import join, plan_site, serve
 from ..flower.personal import known_site, personal_model
 from ..flower.processes import Stop, stoppable
 from ..flower.project import Project, init
-from ..flower.settings import checked_name
+from ..flower.settings import check_sites, checked_name
 from ..runs.run import load
 from . import tables
 from .console import SAID, AsJson, out, print_json, say, tell
@@ -92,7 +92,7 @@ def certs_command(
     elif renew:
         files = certs.renew_site(folder, renew)
     elif keys_only:
-        files = [path for site in certs.check_sites(_split(sites)) for path in certs.site_keys(folder, site)]
+        files = [path for site in check_sites(_split(sites)) for path in certs.site_keys(folder, site)]
     else:
         files = certs.make(folder, server_name or [], _split(sites))
     for path in files:

@@ -24,23 +24,12 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_ec_curve
 
 from ..errors import InputError
-from .settings import checked_name
+from .settings import check_sites
 
 CA_DAYS = 3650
 SERVER_DAYS = 365
 LOCAL = ("localhost", "127.0.0.1", "::1")  # a server certificate is always for these, too
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*")
-
-
-def check_sites(names: Sequence[str]) -> list[str]:
-    """Returns the names in order; refuses bad ones and repetitions, also on a file system that ignores case."""
-    lower = [checked_name("site name", name).lower() for name in names]
-    for name in names:
-        if name.lower() == "server":  # `--renew server` means the server's certificate
-            raise InputError(f"site name {name!r} is reserved: choose another")
-        if lower.count(name.lower()) > 1:
-            raise InputError(f"site {name!r} is named twice")
-    return sorted(names)
 
 
 def make(folder: Path, server_names: Sequence[str], sites: Sequence[str]) -> list[Path]:

@@ -6,7 +6,6 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,20 +22,13 @@ ASK_S = 10.0  # seconds between two questions to Flower whether the run still ru
 SOON_S = 2.0  # the same if flower.json says that it failed, which an earlier try of the run may have written
 
 
-@dataclass(frozen=True)
 class Control:
     """A SuperLink on this machine, known by the folder of its files."""
 
-    home: Path
-
-    @property
-    def nodes_file(self) -> Path:
-        """{node id: site}. The ServerApp reads it to know whose key signed a message."""
-        return self.home / "nodes.json"
-
-    @property
-    def server_file(self) -> Path:
-        return self.home / "server.json"
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.server_file = home / "server.json"  # its address and authority
+        self.nodes_file = home / "nodes.json"  # {node id: site}; by it the ServerApp knows whose key signed a message
 
     @classmethod
     def write(cls, home: Path, address: Address, ca: Path | None) -> Self:
@@ -144,7 +136,7 @@ class Control:
 
     def start(self, app: Path, run: str, resume: bool, after: str) -> str:
         """Starts a run of the app; returns its number at Flower."""
-        config = f"run={toml_value(run)} resume={'true' if resume else 'false'} continue-from={toml_value(after)}"
+        config = f"run={toml_value(run)} resume={toml_value(resume)} continue-from={toml_value(after)}"
         return str(self.call("run", str(app), LINK, "--run-config", config)["run-id"])
 
     def run_status(self, number: str) -> str:

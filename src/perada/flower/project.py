@@ -11,7 +11,6 @@ import re
 import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from itertools import count
 from pathlib import Path
@@ -25,14 +24,16 @@ from ..errors import Damaged, InputError, unknown
 from ..runs.folder import RunFolder, at_work, replaced, write_atomic
 from ..runs.jsonfiles import read_object
 from .address import PORT, Address
-from .certs import check_sites
 from .guards import COMPONENTS
-from .settings import ServerSettings
+from .settings import ServerSettings, check_sites
 
 
-@dataclass(frozen=True)
 class Project:
-    folder: Path
+    """A federation's folder at the server."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.app, self.certs, self.server_toml = folder / "app", folder / "certs", folder / "server.toml"
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -41,18 +42,6 @@ class Project:
         if not project.server_toml.is_file():
             raise InputError(f"{folder} has no server.toml: make a project with `perada flower init {folder}`")
         return project
-
-    @property
-    def app(self) -> Path:
-        return self.folder / "app"
-
-    @property
-    def certs(self) -> Path:
-        return self.folder / "certs"
-
-    @property
-    def server_toml(self) -> Path:
-        return self.folder / "server.toml"
 
     def settings(self) -> ServerSettings:
         return ServerSettings.read(self.server_toml)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -36,6 +36,17 @@ def _check_federation(what: str, name: str) -> None:
         raise InputError(f"{what} {name!r} is the name of a folder in state/: choose another")
 
 
+def check_sites(names: Sequence[str]) -> list[str]:
+    """Returns the names in order; refuses bad ones and repetitions, also on a file system that ignores case."""
+    lower = [checked_name("site name", name).lower() for name in names]
+    for name in names:
+        if name.lower() == "server":  # `--renew server` means the server's certificate
+            raise InputError(f"site name {name!r} is reserved: choose another")
+        if lower.count(name.lower()) > 1:
+            raise InputError(f"site {name!r} is named twice")
+    return sorted(names)
+
+
 def is_run_id(text: str) -> bool:
     """Whether a text is a run's id, and so the name of a folder at the server and at the sites."""
     return RUN.fullmatch(text) is not None
@@ -55,14 +66,11 @@ class FederationOptions:
 
     def __post_init__(self) -> None:
         _check_federation("FederationOptions.name", self.name)
-        if not self.sites:
+        if not check_sites(self.sites):
             raise ValueError("sites must name at least one site")
-        for what, names in (("sites", self.sites), ("classes", self.classes)):
-            twice = next((n for n in names if names.count(n) > 1), None)
-            if twice is not None:
-                raise ValueError(f"{what}: {twice!r} is there twice")
-        for site in self.sites:
-            checked_name("FederationOptions.sites", site)
+        twice = [name for name in self.classes if self.classes.count(name) > 1]
+        if twice:
+            raise ValueError(f"classes: {twice[0]!r} is there twice")
         if len(self.classes) < (1 if self.multilabel else 2):
             raise ValueError("classes must name the classes of all sites, at least two")
         if self.channels not in (1, 3):
@@ -184,7 +192,7 @@ class SiteSettings:
         if not self.name:
             raise ValueError("name is empty: fill it in, or give --name NAME")
         _check_federation("SiteSettings.federation", self.federation)
-        checked_name("SiteSettings.name", self.name)
+        check_sites([self.name])
         for method in self.methods:
             hyperparameters(method)  # refuses unknown names
         if self.threads < 0:
