@@ -1,24 +1,20 @@
 """Several trainings as one: loops that run the same step on the same frozen weights run together.
 
 A few more lanes cost a step almost nothing, so seeds, hyper-parameters and methods of a comparison share steps. Each
-training is a thread that knows nothing of the others. Only one thread computes at a time; when all wait for a loop, the
-last one runs the loops of all. Loops that no other training can share (a distillation) run first, and the others wait:
-otherwise a run without distillation would be a round ahead, and would train alone.
+training is a thread that knows nothing of the others. Only one thread computes at a time. When all threads wait for a
+loop, the last one runs the loops of all. Loops that no other training can share (a distillation) run first, and the
+others wait. Otherwise a run without distillation would be a round ahead and would train alone.
 """
-
-from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from .model import LaneModel
 from .state import State, repeat, stack
-
-if TYPE_CHECKING:
-    from .train import Job, Result
+from .train import Job, Result, alone
 
 
 @runtime_checkable
@@ -26,10 +22,10 @@ class Mergeable(Protocol):
     """Batches that can be merged with others."""
 
     def merge_key(self) -> Hashable:
-        """Returns what batches must have in common to be merged; None if these cannot be."""
+        """Returns what batches must have in common to be merged; None if these cannot be merged."""
 
     def merged(self, others: Sequence[Any]) -> Any:
-        """Returns batches for the lanes of all, these first."""
+        """Returns batches for the lanes of all, starting with these."""
 
 
 @dataclass
@@ -44,7 +40,10 @@ class _Waiting:
 
 
 class Pool:
-    """members: the number of threads. limit: the most lanes at once; fewer where a model's `room` says so."""
+    """Runs the loops of several threads together.
+
+    members: the number of threads. limit: the most lanes at once; fewer where a model's `room` says so.
+    """
 
     def __init__(self, members: int, limit: int = 64) -> None:
         self.limit = limit
@@ -56,7 +55,7 @@ class Pool:
 
     @contextmanager
     def member(self) -> Iterator[None]:
-        """Surrounds all that one of the threads does."""
+        """Surrounds everything that one of the threads does."""
         with self._turn:
             try:
                 yield
@@ -74,7 +73,7 @@ class Pool:
             self._turn.notify_all()
 
     def run(self, job: Job) -> Result:
-        """Returns what `job` alone would give, up to rounding."""
+        """Runs a job. Returns what it would return alone, up to rounding."""
         mine = _Waiting(job)
         if self._stopped:
             raise KeyboardInterrupt
@@ -96,12 +95,12 @@ class Pool:
         groups: dict[Hashable, list[_Waiting]] = {}
         for one in self._waiting:
             groups.setdefault(self._alike(one.job), []).append(one)
-        single = {key: group for key, group in groups.items() if not isinstance(key, tuple)}
+        single = {key: group for key, group in groups.items() if isinstance(key, int)}
         self._waiting = [one for key, group in groups.items() if single and key not in single for one in group]
         for key, group in (single or groups).items():
             try:
-                first = self._models.setdefault(key[0], group[0].job.model) if isinstance(key, tuple) else None
-                for one, result in zip(group, _together([w.job for w in group], first, self.limit), strict=True):
+                model = self._models.setdefault(key[0], group[0].job.model) if isinstance(key, tuple) else None
+                for one, result in zip(group, _together([w.job for w in group], model, self.limit), strict=True):
                     one.result = result
             except BaseException as error:
                 for one in group:
@@ -110,7 +109,7 @@ class Pool:
 
     @staticmethod
     def _alike(job: Job) -> Hashable:
-        """Returns what jobs must have in common to run as one."""
+        """Returns what jobs must have in common to run as one; a number of its own for a job that runs alone."""
         if not isinstance(job.batches, Mergeable) or job.batches.merge_key() is None:
             return id(job)
         shapes = tuple(
@@ -120,36 +119,33 @@ class Pool:
 
 
 def _together(jobs: Sequence[Job], model: LaneModel | None, limit: int) -> list[Result]:
-    from .train import Result, alone
-
+    """Returns the result of each job, computed by `model`, as one loop if there are several."""
     if len(jobs) == 1:
         return [alone(jobs[0] if model is None else replace(jobs[0], model=model))]
-    sizes = [max(s.lanes for s in j.start) for j in jobs]
     start = tuple(
-        stack(*(_own(s, n) for s, n in zip(states, sizes, strict=True))) if states[0].lanes else State()
+        stack(*(_own(s, j.lanes) for s, j in zip(states, jobs, strict=True))) if states[0].lanes else State()
         for states in zip(*(j.start for j in jobs), strict=True)
     )
-    slots = min(n for n in (limit, *(j.slots for j in jobs), *(j.model.room for j in jobs)) if n)
     whole = replace(
         jobs[0],
         model=model or jobs[0].model,
         start=start,
         batches=jobs[0].batches.merged([j.batches for j in jobs[1:]]),  # type: ignore[attr-defined]
         steps=[n for j in jobs for n in j.steps],
-        slots=slots,
+        slots=min(n for n in (limit, *(j.slots for j in jobs), *(j.model.room for j in jobs)) if n),
     )
-    whole_result, out, first = alone(whole), [], 0
-    for job, size in zip(jobs, sizes, strict=True):
-        at = slice(first, first + size)
+    result, out, first = alone(whole), [], 0
+    for job in jobs:
+        at = slice(first, first + job.lanes)
         states = tuple(
-            s.map(lambda t, at=at: t[at].clone()) if own.lanes == size else own  # type: ignore[misc]
-            for s, own in zip(whole_result.states, job.start, strict=True)
+            s.map(lambda t, at=at: t[at].clone()) if own.lanes == job.lanes else own  # type: ignore[misc]
+            for s, own in zip(result.states, job.start, strict=True)
         )
-        out.append(Result(states, whole_result.trace[: max(job.steps, default=0), at], whole_result.finite[at]))
-        first += size
+        out.append(Result(states, result.trace[: max(job.steps, default=0), at], result.finite[at]))
+        first += job.lanes
     return out
 
 
 def _own(state: State, lanes: int) -> State:
-    """Returns a state that lanes share as one per lane, as other jobs' lanes do not share it."""
+    """Returns a state with one copy per lane, also of a state that the job's lanes share."""
     return state if state.lanes == lanes else repeat(state, lanes)

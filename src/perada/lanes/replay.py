@@ -13,16 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from .gradient import Batch
 from .state import State, flattened, sent
-
-if TYPE_CHECKING:
-    from .gradient import Batch
-    from .train import Job, Result, Run
+from .train import Job, Result, Run, one_step
 
 DEVICES = ("cuda",)  # where steps are recorded; tests add the CPU, which runs them without recording
 KEPT = 8  # loops whose recordings are kept: the last used
@@ -71,8 +69,6 @@ class Replay:
     """Slots, and recorded steps that work on the first n of them."""
 
     def __init__(self, job: Job, batches: Any, slots: int) -> None:
-        from .train import Run
-
         self.job, self.batches = replace(job, start=(), batches=batches, steps=()), batches  # without the job's tensors
         self.own = [s.lanes == job.lanes for s in job.start]  # the others are shared by all lanes
         states = tuple(
@@ -86,8 +82,6 @@ class Replay:
 
     def train(self, job: Job) -> Result:
         """Runs a job of this kind."""
-        from .train import Result, Run
-
         run, model, steps, slots = self.run, job.model, job.steps, len(self.run.finite)
         given = tuple(flattened(s) if s.lanes else s for s in job.start)
         for mine, state, own in zip(run.states, given, self.own, strict=True):
@@ -151,8 +145,6 @@ class Replay:
         self.graphs[width].replay()
 
     def _one(self, width: int) -> None:
-        from .train import one_step
-
         batch = self.batches(self.run.at[:width], self.run.order[:width])
         one_step(self.job, self.run, batch, width)
 

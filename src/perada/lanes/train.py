@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .gradient import Batch, Gradient, Loss, Options
 from .model import LaneModel
-from .replay import recorded
 from .state import State, gather, sent, stack
 
 Batches = Callable[[int, Tensor], Batch]
@@ -91,6 +90,8 @@ class Job:
 @torch.no_grad()
 def alone(job: Job) -> Result:
     """Runs a job by itself."""
+    from .replay import recorded  # imports this module
+
     lanes, longest = job.lanes, max(job.steps, default=0)
     slots = min(job.slots or lanes, lanes)
     replay = recorded(job, slots) if longest else None

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..lanes import LaneBatchNorm, Stem, key_of, side_by_side
+from ..lanes import LaneBatchNorm, Stem, key_of, ops_for
 
 
 def normed(norm: nn.Module, x: Tensor, add: Tensor | None = None) -> Tensor:
@@ -33,7 +33,7 @@ def joined(norm: nn.Module, path: Callable[[Tensor], Tensor], beside: nn.Module 
     """ReLU(norm(path(x)) + beside(x))."""
     if beside is None:
         return normed(norm, path(x), x)
-    short, y = side_by_side(beside, path, x)
+    short, y = ops_for(x.device).side_by_side(beside, path, x)
     return normed(norm, y, short)
 
 

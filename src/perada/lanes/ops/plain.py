@@ -118,7 +118,7 @@ class Ops:
         return conv.blocks(x)
 
     def side_by_side(self, less: Branch, more: Branch, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns `less(x)` and `more(x)`."""
+        """Returns `less(x)` and `more(x)`; a GPU computes both at the same time if it has room."""
         return less(x), more(x)
 
     def join(self, device: torch.device) -> None:
@@ -220,7 +220,7 @@ class Ops:
     # Compiling.
 
     def get_ready(self, device: torch.device) -> None:
-        """Prepares for compiling."""
+        """Starts the processes that compile kernels. They need seconds to start, so call this early."""
 
     def compile(self, work: Callable[[], Any]) -> None:
         """Compiles the kernels that `work` starts, by a call of it that computes nothing."""

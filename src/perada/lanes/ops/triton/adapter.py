@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..plain import Ops
-from .launch import launch
+from .launch import launch, on_side_stream
 from .norm import Drop, Saved, Settings, dropout, fits, gradients, normed, stride_of, unslotted
-from .side_stream import on_side_stream
 from .tiles import WHOLE, kept, lane_values, mixed, take_statistics, tiles, wide
 
 if TYPE_CHECKING:

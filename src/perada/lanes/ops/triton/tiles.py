@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plain import Statistics
-from .launch import launch
-from .side_stream import is_side_stream
+from .launch import is_side_stream, launch
 
 
 @triton.jit
