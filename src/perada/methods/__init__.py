@@ -12,7 +12,7 @@ from typing import Any
 from ..adapters import adapt
 from ..errors import InputError, unknown
 from ..lanes import LaneModel
-from ..models import GroupSizes, network_of
+from ..models import group_sizes, network_of
 from ..plugins import PATH, called, check, find
 from .apfl import APFL
 from .contract import Finisher, Judge, Method, Parts, check_upload, declared_upload
@@ -157,13 +157,13 @@ def name_of(method: Method) -> dict[str, Any]:
 
 def sizes_of(method: Method, lanes: LaneModel) -> dict[str, int]:
     """Returns the parameters that a client trains and sends each round, from the declarations that training uses."""
-    parts = method.parts
-    sizes, upload = GroupSizes.of(lanes.module, lanes.groups), declared_upload(method, lanes)
+    parts, upload = method.parts, declared_upload(method, lanes)
+    sizes = group_sizes(lanes.module, lanes.groups)
     return {
-        "trained": parts.copies * sizes.parameters(sizes.groups[parts.trains]),
+        "trained": parts.copies * sizes[parts.trains]["parameters"],
         "communicated": upload.parameters_per_lane(),
         "communicated_buffers": sum(t[0].numel() for t in upload.buffers.values()),
-        "full": sizes.parameters(sizes.groups["full"]),
+        "full": sizes["full"]["parameters"],
     }
 
 
