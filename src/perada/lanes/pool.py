@@ -8,8 +8,9 @@ others wait. Otherwise a run without distillation would be a round ahead and wou
 
 import threading
 from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from .model import LaneModel
@@ -28,17 +29,6 @@ class Mergeable(Protocol):
         """Returns batches for the lanes of all, starting with these."""
 
 
-@dataclass
-class _Waiting:
-    job: Job
-    result: Result | None = None
-    error: BaseException | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.result is not None or self.error is not None
-
-
 class Pool:
     """Runs the loops of several threads together.
 
@@ -49,7 +39,7 @@ class Pool:
         self.limit = limit
         self._turn = threading.Condition()
         self._members = members
-        self._waiting: list[_Waiting] = []
+        self._requests: dict[Future[Result], Job] = {}
         self._models: dict[Hashable, LaneModel] = {}
         self._stopped = False
 
@@ -74,37 +64,36 @@ class Pool:
 
     def run(self, job: Job) -> Result:
         """Runs a job. Returns what it would return alone, up to rounding."""
-        mine = _Waiting(job)
         if self._stopped:
             raise KeyboardInterrupt
-        self._waiting.append(mine)
+        request: Future[Result] = Future()
+        self._requests[request] = job
         self._run_if_all_wait()
-        while not mine.done:
+        while not request.done():
             self._turn.wait()
-            if self._stopped and not mine.done:
-                self._waiting.remove(mine)
+            if self._stopped and not request.done():
+                del self._requests[request]
                 raise KeyboardInterrupt
-        if mine.error is not None:
-            raise mine.error
-        assert mine.result is not None
-        return mine.result
+        return request.result()
 
     def _run_if_all_wait(self) -> None:
-        if not self._waiting or len(self._waiting) < self._members:
+        if not self._requests or len(self._requests) < self._members:
             return
-        groups: dict[Hashable, list[_Waiting]] = {}
-        for one in self._waiting:
-            groups.setdefault(self._alike(one.job), []).append(one)
+        groups: dict[Hashable, dict[Future[Result], Job]] = {}
+        for request, job in self._requests.items():
+            groups.setdefault(self._alike(job), {})[request] = job
         single = {key: group for key, group in groups.items() if isinstance(key, int)}
-        self._waiting = [one for key, group in groups.items() if single and key not in single for one in group]
+        later = [group for key, group in groups.items() if single and key not in single]
+        self._requests = {request: job for group in later for request, job in group.items()}
         for key, group in (single or groups).items():
             try:
-                model = self._models.setdefault(key[0], group[0].job.model) if isinstance(key, tuple) else None
-                for one, result in zip(group, _together([w.job for w in group], model, self.limit), strict=True):
-                    one.result = result
+                jobs = list(group.values())
+                model = self._models.setdefault(key[0], jobs[0].model) if isinstance(key, tuple) else None
+                for request, result in zip(group, _together(jobs, model, self.limit), strict=True):
+                    request.set_result(result)
             except BaseException as error:
-                for one in group:
-                    one.error = error
+                for request in group:
+                    request.set_exception(error)
         self._turn.notify_all()
 
     @staticmethod

@@ -63,8 +63,8 @@ class Backbone:
         finally:
             self.net.train(training)
         if not isinstance(logits, Tensor) or logits.shape != (2, classes):
-            given = f"{list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-            raise InputError(f"the backbone must give logits [2, {classes}] for two images, not {given}")
+            shown = f"{list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+            raise InputError(f"the backbone must give logits [2, {classes}] for two images, not {shown}")
 
 
 def torchvision(name: str, classes: int) -> Backbone:

@@ -44,7 +44,7 @@ def only_compiling() -> bool:
 
 
 def compile_all(ops: Ops, work: Callable[[], Any]) -> None:
-    """Is `Ops.compile`."""
+    """Compiles the kernels that `work` starts: `Ops.compile`."""
     with compiling():
         work()
 
@@ -98,7 +98,7 @@ def join(ops: Ops, device: torch.device, *made: Tensor) -> None:
 
 
 def side_by_side(ops: Ops, less: Branch, more: Branch, x: Tensor) -> tuple[Tensor, Tensor]:
-    """`Ops.side_by_side`, with `less` on the side stream."""
+    """Computes `Ops.side_by_side`, with `less` on the side stream."""
     with on_side_stream(x):
         first = less(x)
     second = more(x)

@@ -45,7 +45,7 @@ class _Known(torch.autograd.Function):
 
 
 def cross_entropy(ops: Ops, logits: Tensor, targets: Tensor) -> Tensor:
-    """Is `Ops.cross_entropy` with its gradient in one kernel."""
+    """Computes `Ops.cross_entropy` with its gradient in one kernel."""
     x, targets, classes = logits.detach().contiguous(), targets.contiguous(), logits.shape[-1]
     losses, grad = x.new_empty(targets.shape), torch.empty_like(x)
     launch(
@@ -57,7 +57,7 @@ def cross_entropy(ops: Ops, logits: Tensor, targets: Tensor) -> Tensor:
 
 @triton.jit
 def _softmax(ptr, at, mask, inside, TEMPERATURE: tl.constexpr):
-    """Softmax and log-softmax of rows of logits; rows outside of the tensor are zeros."""
+    """Computes softmax and log-softmax of rows of logits; rows outside of the tensor are zeros."""
     x = tl.where(inside, tl.load(ptr + at, mask=mask, other=-1e30), 0.0) / TEMPERATURE
     x -= tl.max(x, 1)[:, None]
     e = tl.exp(x)
@@ -80,7 +80,7 @@ def _divergence(
 
 
 def divergence(ops: Ops, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Is `Ops.divergence` with its gradient in one kernel."""
+    """Computes `Ops.divergence` with its gradient in one kernel."""
     x, teacher, classes = student.detach().contiguous(), teacher.contiguous().to(student.dtype), student.shape[-1]
     losses, grad = x.new_empty(x.shape[:-1]), torch.empty_like(x)
     launch(
