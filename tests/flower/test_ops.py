@@ -286,7 +286,7 @@ SIGNS = """
 import itertools
 from flwr.supercore.heartbeat import HeartbeatSender
 from perada.flower.guards import guard_node
-guard_node(0.5)
+guard_node()
 sender = HeartbeatSender(lambda: True)
 print(list(itertools.islice(sender._retry_invoker.wait_gen_factory(), 6)))
 """

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+from perada.cli import flower as commands
 from perada.cli import main as cli
 from perada.errors import InputError, RunError
-from perada.flower import certs, collect, control, launch
+from perada.flower import certs, control, launch
 from perada.flower.address import free_port
 from perada.flower.control import Control
 from perada.flower.launch import Admission
@@ -284,7 +285,7 @@ def test_the_line_that_continues_a_run_is_complete(keyed: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Control, "open", classmethod(lambda cls, home: cls(home)))
     monkeypatch.setattr(Control, "start", lambda *words: "1")
-    monkeypatch.setattr(collect, "follow", follow)
+    monkeypatch.setattr(commands, "follow", follow)
     assert cli.main(["flower", "run", str(keyed), "--name", "x", "--continue-from", "run-1"]) == 1
     assert lines == [f"perada flower run {keyed} --resume --name x --continue-from run-1"]
 
@@ -306,10 +307,10 @@ def test_a_failed_run_is_reported_soon(keyed: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Control, "open", classmethod(lambda cls, home: cls(home)))
     monkeypatch.setattr(Control, "run_status", lambda self, number: "finished:failed")
     monkeypatch.setattr(Control, "complaint", lambda self, number: "too few sites")
-    monkeypatch.setattr(collect, "ASK_S", 60.0)
+    monkeypatch.setattr(control, "ASK_S", 60.0)
     began = time.monotonic()
     with pytest.raises(RunError, match=r"too few sites.*: again"):
-        collect.follow(Control(keyed), "1", collect.Follower(folder, print), "again")
+        control.follow(Control(keyed), "1", control.Follower(folder, print), "again")
     assert time.monotonic() - began < 30
 
 
@@ -329,11 +330,11 @@ def test_two_looks_do_not_take_each_other_for_a_server(keyed: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH)
-        assert collect.runs(Project.open(keyed))["run-1"]["status"] == "stopped"
+        assert Project.open(keyed).runs()["run-1"]["status"] == "stopped"
     finally:
         os.close(handle)
     with locked(folder):
-        assert collect.runs(Project.open(keyed))["run-1"]["status"] == "running"
+        assert Project.open(keyed).runs()["run-1"]["status"] == "running"
 
 
 def test_a_look_at_a_run_does_not_stop_a_server(keyed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """`perada flower ...`: parse, call, print."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Iterator
@@ -14,14 +12,14 @@ import typer
 from ..config import parse_setting
 from ..config.settings import given
 from ..errors import InputError
-from ..flower import certs, collect
+from ..flower import certs
 from ..flower.address import PORT, Address
-from ..flower.control import Control
+from ..flower.control import Control, Follower, follow
 from ..flower.launch import join, plan_site, serve
 from ..flower.personal import known_site, personal_model
 from ..flower.processes import Stop, stoppable
 from ..flower.project import Project, init
-from ..flower.settings import checked_name
+from ..flower.settings import check_sites, checked_name
 from ..runs.run import load
 from . import tables
 from .console import SAID, AsJson, out, print_json, say, tell
@@ -94,7 +92,7 @@ def certs_command(
     elif renew:
         files = certs.renew_site(folder, renew)
     elif keys_only:
-        files = [path for site in certs.check_sites(_split(sites)) for path in certs.site_keys(folder, site)]
+        files = [path for site in check_sites(_split(sites)) for path in certs.site_keys(folder, site)]
     else:
         files = certs.make(folder, server_name or [], _split(sites))
     for path in files:
@@ -146,23 +144,23 @@ def run_command(
     if name is not None:
         checked_name("--name", name)
     if after:
-        collect.pick(project, after)  # refuses an unknown run
+        project.run(after)  # refuses an unknown run
     control = Control.open(project.flower())
-    chosen = name or (collect.pick(project, None).name if resume else collect.free_name(project))
+    chosen = name or (project.run(None).name if resume else project.free_name())
     if not resume and (settings.runs() / chosen).exists():
         raise InputError(f"there is a run {chosen} already: --resume continues it, --name NAME starts another")
-    follower = collect.Follower(settings.runs() / chosen, say)
+    follower = Follower(settings.runs() / chosen, say)
     if settings.random_backbone:
         say("warning: the frozen backbone is random: name a pretrained file as ModelOptions.weights in server.toml")
     number = control.start(project.app, chosen, resume, after)
     say(f"started {chosen} (Flower's number {number})")
     if detach:
         return
-    again = f"perada flower run {shlex.quote(str(folder))} --resume --name {chosen}"
-    again += f" --continue-from {shlex.quote(after)}" if after else ""
+    words = ["perada", "flower", "run", str(folder), "--resume", "--name", chosen]
+    again = shlex.join([*words, "--continue-from", after] if after else words)
     try:
         with stoppable():
-            path = collect.follow(control, number, follower, again)
+            path = follow(control, number, follower, again)
     except Stop as stop:
         control.stop(number)
         say(f"stopped; rounds are saved. Continue with: {again}")
@@ -179,7 +177,7 @@ def run_command(
 def status_command(folder: Folder, as_json: AsJson = False) -> None:
     """Show which sites are connected, and how far the runs are."""
     project = Project.open(folder)
-    status: dict[str, Any] = {"server": None, "sites": {}, "runs": collect.runs(project)}
+    status: dict[str, Any] = {"server": None, "sites": {}, "runs": project.runs()}
     try:
         control = Control.open(project.flower())
         status["server"] = str(control.address)
@@ -211,7 +209,8 @@ def collect_command(
     name: RunName = None,
 ) -> None:
     """Copy metrics and the global adapter to a run folder, for `perada report` and the rest."""
-    tell(f"wrote {collect.collect(Project.open(folder), name, out_dir)}")
+    Project.open(folder).collect(name, out_dir)
+    tell(f"wrote {out_dir}")
 
 
 @app.command("predict")

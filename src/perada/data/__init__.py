@@ -3,8 +3,7 @@
 from .corruptions import SEVERITIES
 from .federation import Federation, blank, build_federation
 from .images import read_image
-from .named import GIVEN, SOURCES, data_home, own, place_of
-from .options import DataOptions
+from .named import GIVEN, SOURCES, DataOptions, data_home, own, place_of
 from .public import PUBLIC, VALIDATION, as_public, is_public_name, public_images
 from .source import Client, Source
 from .testsets import named_sets

@@ -40,7 +40,7 @@ def padding(images: Tensor) -> int:
 
 
 def crop(images: Tensor, keys: Tensor) -> Tensor:
-    """Flips, and shifts by up to an eighth of the side (4 of 32 pixels); the rest is zero."""
+    """Mirrors, and shifts by up to an eighth of the side (4 of 32 pixels); pixels from outside are zero."""
     height, width = images.shape[-2:]
     pad = padding(images)
     draw = _draws(images, keys, 3)
@@ -48,12 +48,12 @@ def crop(images: Tensor, keys: Tensor) -> Tensor:
     padded = F.pad(_flip(images, draw[:, 0]), (pad, pad, pad, pad))
     rows = down[:, None] + torch.arange(height, device=images.device)  # [n, H]
     columns = right[:, None] + torch.arange(width, device=images.device)
-    some = torch.arange(len(images), device=images.device)[:, None, None]
-    return padded.permute(0, 2, 3, 1)[some, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    image = torch.arange(len(images), device=images.device)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 def resized_crop(images: Tensor, keys: Tensor) -> Tensor:
-    """Flips, and scales a random rectangle (a quarter to all of the area, sides 3:4 to 4:3) to full size."""
+    """Mirrors, and scales a random rectangle (a quarter to all of the area, sides 3:4 to 4:3) to full size."""
     draw = _draws(images, keys, 5)
     area = _AREA[0] + (_AREA[1] - _AREA[0]) * draw[:, 1]
     ratio = torch.exp(math.log(_RATIO[0]) + (math.log(_RATIO[1]) - math.log(_RATIO[0])) * draw[:, 2])

@@ -30,10 +30,10 @@ def sample_stream(train: Indices, length: int, *key: int | str) -> Indices:
 
 
 class ClientBatches:
-    """Lane k trains on the data of client `lane_clients[k]`: (step, lanes) -> `Batch`.
+    """Makes the batches of lanes: lane k trains on the data of client `lane_clients[k]`.
 
     What a client sees depends on (seed, round, its name, step) alone: not on the method, the lane's purpose, or the
-    other clients. Its number would not do, because alone on its own machine it is number 0.
+    other clients. It does not depend on its number either, because alone on its own machine it is number 0.
     """
 
     def __init__(
@@ -77,11 +77,13 @@ class ClientBatches:
         return 1 << max(10, (self.index.shape[1] - 1).bit_length())
 
     def shape(self) -> Hashable:
+        """Returns what batches must have in common to use the same recording; None if they cannot be recorded."""
         clients, _, batch = self.index.shape
         key = (id(self.federation), len(self.row), clients, self.capacity, batch)
         return None if self.federation.stream else key
 
     def twin(self) -> Self:
+        """Returns batches with tensors of their own, with room for `capacity` steps."""
         other = copy.copy(self)
         clients, _, batch = self.index.shape
         other.index = torch.zeros(clients, self.capacity, batch, dtype=torch.int64, device=self.index.device)
@@ -89,6 +91,7 @@ class ClientBatches:
         return other
 
     def copy_(self, other: Self) -> None:
+        """Overwrites these batches' tensors with those of others."""
         self.index[:, : other.index.shape[1]].copy_(other.index)
         self.row.copy_(other.row)
         self.keys.copy_(other.keys)
@@ -96,10 +99,12 @@ class ClientBatches:
     # What lanes of several trainings need (lanes/pool.py).
 
     def merge_key(self) -> Hashable:
+        """Returns what batches of several trainings must have in common to be merged; None if they cannot be."""
         f = self.federation
         return None if f.stream else (id(f.images), id(f.targets), f.augment, self.index.shape[2], self.dtype)
 
     def merged(self, others: Sequence[Self]) -> Self:
+        """Returns the batches of the lanes of all trainings, one after another."""
         every = [self, *others]
         whole, longest = copy.copy(self), max(b.index.shape[1] for b in every)
         whole.index = torch.cat([F.pad(b.index, (0, 0, 0, longest - b.index.shape[1])) for b in every])

@@ -1,4 +1,4 @@
-"""Files on disk that save work: whole or absent, and never needed."""
+"""Cache files, which save work: each is whole or absent, and can be made again."""
 
 import os
 import secrets
@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-STALE = 24 * 3600.0  # seconds after which a temporary file must be left over from a killed process
+STALE = 24 * 3600.0  # seconds without a write, after which a temporary file is that of a killed process
 
 
 def cache_folder() -> Path | None:
@@ -27,7 +27,7 @@ def cache_folder() -> Path | None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that gets its name when it is complete: no reader sees a part, and a kill leaves only a temporary file."""
+    """Opens a file that gets its name when it is complete: a kill leaves only a temporary file, which nobody reads."""
     sweep(path.parent, ".*.part")
     part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
@@ -41,11 +41,11 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sweep(folder: Path, pattern: str) -> None:
-    """Removes what killed processes left; a live one writes often enough not to look stale."""
-    for left in folder.glob(pattern):
+    """Removes temporary files and folders of killed processes; a live process writes too often to look stale."""
+    for path in folder.glob(pattern):
         with suppress(OSError):  # another process was faster
-            if time.time() - left.stat().st_mtime > STALE:
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            if time.time() - path.stat().st_mtime > STALE:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def npy_header(shape: tuple[int, ...]) -> bytes:

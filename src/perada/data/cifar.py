@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from ..errors import InputError, unknown
 from .arrays import npz
-from .corruptions import CORRUPTIONS, SEVERITIES
+from .corruption_kinds import CORRUPTIONS
+from .corruptions import SEVERITIES
 from .images import resized, stamp
 from .source import Pixels, Source
 

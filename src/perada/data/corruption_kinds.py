@@ -1,13 +1,15 @@
-"""The nineteen corruptions, each a function of (pixels `[b, C, H, W]` float32 in 0..1, parameters, streams).
+"""The nineteen corruptions: functions of pixels `[b, C, H, W]`, one random stream per image, and parameters.
 
-The parameters are the benchmark's for 32 px; `s` is `scale_of`, how many pixels here are one of theirs. Results may
-leave 0..1; `corruptions.corrupt` clips and rounds them. A result depends on the image's own pixels and stream alone.
+Pixels are float32 in 0..1. The parameters above each function are the benchmark's at severities 1 to 5, for 32 px; `s`
+is `scale_of`, how many pixels here are one of theirs. Results may leave 0..1; `corruptions.corrupt` clips and rounds
+them. A result depends on the image's own pixels and stream alone.
 """
 
+from collections.abc import Callable
 from io import BytesIO
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from .corruption_textures import (
@@ -31,10 +33,31 @@ from .corruption_textures import (
 )
 
 Level = tuple[float, ...]
+Apply = Callable[..., Pixels]
 
 WATER = (175 / 255, 238 / 255, 238 / 255)
 MUD = (63 / 255, 42 / 255, 20 / 255)
 ICE = (0.83, 0.93, 1.0)
+
+
+class Kind(NamedTuple):
+    """Holds a corruption's function and its parameters at severities 1 to 5."""
+
+    apply: Apply
+    levels: tuple[Level, ...]
+
+
+CORRUPTIONS: dict[str, Kind] = {}
+
+
+def _levels(*levels: Level) -> Callable[[Apply], Apply]:
+    """Puts a function into `CORRUPTIONS` under its name, with its parameters at severities 1 to 5."""
+
+    def add(apply: Apply) -> Apply:
+        CORRUPTIONS[apply.__name__] = Kind(apply, levels)
+        return apply
+
+    return add
 
 
 def _normal(x: Pixels, streams: Streams) -> Pixels:
@@ -44,84 +67,81 @@ def _normal(x: Pixels, streams: Streams) -> Pixels:
 # Noise: in grey levels, so the size of the image does not matter.
 
 
-def gaussian_noise(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: standard deviation."""
-    return x + _normal(x, streams) * np.float32(level[0])
+@_levels((0.04,), (0.06,), (0.08,), (0.09,), (0.1,))
+def gaussian_noise(x: Pixels, streams: Streams, deviation: float) -> Pixels:
+    """Adds noise of this standard deviation."""
+    return x + _normal(x, streams) * np.float32(deviation)
 
 
-def shot_noise(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: photons that make white."""
-    counts = [stream.poisson(image * np.float64(level[0])) for image, stream in zip(x, streams, strict=True)]
-    return np.stack(counts).astype(np.float32) / np.float32(level[0])
+@_levels((500,), (250,), (100,), (75,), (50,))
+def shot_noise(x: Pixels, streams: Streams, photons: float) -> Pixels:
+    """Counts photons; this many make white."""
+    counts = [stream.poisson(image * np.float64(photons)) for image, stream in zip(x, streams, strict=True)]
+    return np.stack(counts).astype(np.float32) / np.float32(photons)
 
 
-def impulse_noise(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: share of the values that become black or white, half each."""
+@_levels((0.01,), (0.02,), (0.03,), (0.05,), (0.07,))
+def impulse_noise(x: Pixels, streams: Streams, share: float) -> Pixels:
+    """Makes a share of the values black or white, half each."""
     lot = draws(streams, lambda s: s.random(x.shape[1:], np.float32))
-    half = np.float32(level[0] / 2)
+    half = np.float32(share / 2)
     return np.where(lot < half, np.float32(0), np.where(lot >= 1 - half, np.float32(1), x))
-
-
-def speckle_noise(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: standard deviation, of white; in proportion to the pixel."""
-    return x + x * _normal(x, streams) * np.float32(level[0])
 
 
 # Blur: widths in pixels, times s.
 
 
-def gaussian_blur(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: sigma."""
-    return smooth(x, level[0] * scale_of(x))
-
-
-def defocus_blur(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: the aperture's radius, the softness of its edge.
+@_levels((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1))
+def defocus_blur(x: Pixels, streams: Streams, radius: float, softness: float) -> Pixels:
+    """Blurs with an aperture of this radius, whose edge is soft.
 
     The aperture is drawn in the pixels of a 32×32 image and enlarged s times. With a finer circle, severity 4 (wider,
     with a harder edge) would blur less than 3.
     """
     s = scale_of(x)
-    taps = [(round(down * s), round(right * s), weight) for down, right, weight in disc(*level)]
+    taps = [(round(down * s), round(right * s), weight) for down, right, weight in disc(radius, softness)]
     return convolve(pooled(x, round(s)), taps)
 
 
-def glass_blur(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: sigma of the blur before and after, reach d, rounds.
+@_levels((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2))
+def glass_blur(x: Pixels, streams: Streams, sigma: float, reach: float, rounds: float) -> Pixels:
+    """Exchanges pixels with neighbours, between two blurs of width sigma.
 
-    In a round, every pixel takes the value of one from -d to d - 1 rows and columns away (one-sided for d = 1, as in
-    the benchmark).
+    In a round, every pixel takes the value of one from -reach to reach - 1 rows and columns away (one-sided for 1,
+    as in the benchmark).
     """
-    sigma, reach, rounds = level[0] * scale_of(x), max(1, round(level[1] * scale_of(x))), int(level[2])
+    sigma, far = sigma * scale_of(x), max(1, round(reach * scale_of(x)))
     b, c, h, w = x.shape
     rows, columns = np.arange(h)[:, None], np.arange(w)
     planes = smooth(x, sigma).reshape(b, c, h * w)
-    for _ in range(rounds):
-        moves = np.stack([s.integers(-reach, reach, (2, h, w)) for s in streams])
+    for _ in range(int(rounds)):
+        moves = np.stack([s.integers(-far, far, (2, h, w)) for s in streams])
         y, z = (rows + moves[:, 0]).clip(0, h - 1), (columns + moves[:, 1]).clip(0, w - 1)
         planes = np.take_along_axis(planes, (y * w + z).reshape(b, 1, h * w), 2)
     return smooth(planes.reshape(x.shape), sigma)
 
 
-def motion_blur(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: radius, sigma. The direction is within 45° of the horizontal.
+@_levels((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5))
+def motion_blur(x: Pixels, streams: Streams, radius: float, sigma: float) -> Pixels:
+    """Smears in a direction within 45° of the horizontal.
 
-    radius is taken as the length of the whole bell, from cut to cut, less one pixel. A motion leaves one half of it, so
-    the smear ends radius / 2 pixels (3, 3, 3, 4, 4.5) from where it starts. Taken as the length of that half, the cut
-    would come where a sigma of 2 has ended anyway. Severities 3 and 4, which differ in it alone, would coincide.
+    We take the radius as the length of the whole bell, from cut to cut, less one pixel. A motion leaves one half of it,
+    so the smear ends radius / 2 pixels (3, 3, 3, 4, 4.5) from where it starts. If it were the length of that half, the
+    cut would come where a sigma of 2 has ended anyway. Severities 3 and 4 differ in it alone, and would coincide.
     """
     s = scale_of(x)
-    return smear(x, level[0] / 2 * s, level[1] * s, draws(streams, lambda r: r.uniform(-45, 45)))
+    return smear(x, radius / 2 * s, sigma * s, draws(streams, lambda r: r.uniform(-45, 45)))
 
 
-def zoom_blur(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: the largest zoom and the step from 1 to it. The mean of all zooms and once more the image."""
+@_levels((1.05, 0.01), (1.1, 0.01), (1.15, 0.01), (1.2, 0.01), (1.25, 0.01))
+def zoom_blur(x: Pixels, streams: Streams, most: float, step: float) -> Pixels:
+    """Returns the mean of all zooms from 1 to `most` by steps, and once more the image."""
     h, w = x.shape[-2:]
     y, z = (np.arange(n, dtype=np.float32) - np.float32((n - 1) / 2) for n in (h, w))
-    steps = round((level[0] - 1) / level[1])
+    steps = round((most - 1) / step)
     total = 2 * x  # the image, and zoom 1
-    for step in range(1, steps + 1):
-        zoom = np.float32(1 + step * level[1])
+    for number in range(1, steps + 1):
+        zoom = np.float32(1 + number * step)
         total += resample(x, y / zoom + np.float32((h - 1) / 2), z / zoom + np.float32((w - 1) / 2))
     return total / np.float32(steps + 2)
 
@@ -129,11 +149,17 @@ def zoom_blur(x: Pixels, level: Level, streams: Streams) -> Pixels:
 # Weather.
 
 
-def snow(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: mean and deviation of the layer of flakes, their size, threshold, fall (radius, sigma), what stays.
+@_levels(
+    (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
+    (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
+    (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
+    (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
+    (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
+)
+def snow(x: Pixels, streams: Streams, *level: float) -> Pixels:
+    """Whitens all but the share `stays` of the image, and lays flakes over it twice, once upside down.
 
-    The layer falls within 45° of the vertical, up to 2·radius pixels. It is laid over the whitened image twice, once
-    upside down.
+    mean, deviation: of the layer of flakes. It falls within 45° of the vertical, up to 2·radius pixels.
     """
     mean, deviation, size, threshold, radius, sigma, stays = level
     s, (h, w) = scale_of(x), x.shape[-2:]
@@ -150,36 +176,123 @@ def snow(x: Pixels, level: Level, streams: Streams) -> Pixels:
     return out
 
 
-def frost(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: weights of the image and of the ice, which is our own texture (`frost_sheet`)."""
+@_levels((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))
+def frost(x: Pixels, streams: Streams, image: float, ice: float) -> Pixels:
+    """Adds image and ice with these weights; the ice is our own texture (`frost_sheet`)."""
     h, w = x.shape[-2:]
-    ice = frost_crops(streams, h, w, scale_of(x)) * tint(ICE, x.shape[1])
-    return np.float32(level[0]) * x + np.float32(level[1]) * ice
+    crystals = frost_crops(streams, h, w, scale_of(x)) * tint(ICE, x.shape[1])
+    return np.float32(image) * x + np.float32(ice) * crystals
 
 
-def fog(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: density, decay. A cloud the size of the image; the brightest pixel's value is kept.
+@_levels((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75))
+def fog(x: Pixels, streams: Streams, density: float, decay: float) -> Pixels:
+    """Adds a cloud the size of the image, and keeps the brightest pixel's value.
 
     The decay counts twice (a halving of the grid divides the noise by its square), as in the benchmark.
     """
     h, w = x.shape[-2:]
-    clouds = plasma(streams, max(h, w), level[1] ** 2)[:, None, :h, :w]
+    clouds = plasma(streams, max(h, w), decay**2)[:, None, :h, :w]
     peak = x.max((1, 2, 3), keepdims=True)
-    out: Pixels = (x + np.float32(level[0]) * clouds) * (peak / (peak + np.float32(level[0])))
+    out: Pixels = (x + np.float32(density) * clouds) * (peak / (peak + np.float32(density)))
     return out
 
 
-def brightness(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: added to the value (of hue, saturation and value), that is to the largest channel; hues stay."""
+@_levels((0.05,), (0.1,), (0.15,), (0.2,), (0.3,))
+def brightness(x: Pixels, streams: Streams, more: float) -> Pixels:
+    """Adds to the value (of hue, saturation and value), that is to the largest channel; hues stay."""
     value = x.max(1, keepdims=True)
-    brighter = np.minimum(value + np.float32(level[0]), 1)
+    brighter = np.minimum(value + np.float32(more), 1)
     # Black has no hue to keep, so it turns grey.
     out: Pixels = np.where(value > 0, x * ratio(brighter, value), brighter)
     return out
 
 
-def spatter(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: mean and deviation of the liquid, its smoothness, threshold, strength (mud: softness), 1 for mud."""
+# Digital.
+
+
+@_levels((0.75,), (0.5,), (0.4,), (0.3,), (0.15,))
+def contrast(x: Pixels, streams: Streams, kept: float) -> Pixels:
+    """Keeps this share of the distance to the channel's mean."""
+    mean = x.reshape(*x.shape[:2], -1).mean(2, dtype=np.float64).astype(np.float32)[..., None, None]
+    out: Pixels = (x - mean) * np.float32(kept) + mean
+    return out
+
+
+@_levels((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03))
+def elastic_transform(x: Pixels, streams: Streams, strength: float, sigma: float, reach: float) -> Pixels:
+    """Bends the image; strength and sigma of the field and reach of the affine map are shares of the side.
+
+    A random affine map (three points move) and a random field, which is drawn at 32×32 and stretched over the image,
+    share one bilinear sampling.
+    """
+    b, (h, w) = len(x), x.shape[-2:]
+    side = min(h, w)
+    third = side // 3
+    corners = np.array([(third, third), (third, -third), (-third, -third)], np.float64)
+    moves = draws(streams, lambda r: r.uniform(-reach, reach, (3, 2)) * side).astype(np.float64)
+    maps = affine_of(np.broadcast_to(corners, (b, 3, 2)), corners + moves)[..., None, None]
+    field = smooth(draws(streams, lambda r: r.uniform(-1, 1, (2, 32, 32))), sigma * 32) * np.float32(strength * side)
+    grid = (np.linspace(0, 31, n, dtype=np.float32) for n in (h, w))
+    field = resample(field, *grid)
+    middle = ((h - 1) / 2, (w - 1) / 2)
+    y = np.arange(h)[:, None] - middle[0] + field[:, 0]
+    z = np.arange(w) - middle[1] + field[:, 1]
+    rows = y * maps[:, 0, 0] + z * maps[:, 1, 0] + maps[:, 2, 0] + middle[0]
+    columns = y * maps[:, 0, 1] + z * maps[:, 1, 1] + maps[:, 2, 1] + middle[1]
+    return warp(x, rows.astype(np.float32), columns.astype(np.float32))
+
+
+def _by_pillow(x: Pixels, change: Callable[[Image.Image], Image.Image]) -> Pixels:
+    """Returns each image as Pillow changes it, in 256 levels."""
+    levels = np.rint(x * 255).astype(np.uint8)
+    for planes in levels:
+        picture = Image.fromarray(planes[0] if len(planes) == 1 else np.ascontiguousarray(planes.transpose(1, 2, 0)))
+        planes[:] = np.atleast_3d(np.asarray(change(picture))).transpose(2, 0, 1)
+    return levels.astype(np.float32) / np.float32(255)
+
+
+@_levels((0.95,), (0.9,), (0.85,), (0.75,), (0.65,))
+def pixelate(x: Pixels, streams: Streams, share: float) -> Pixels:
+    """Scales to this share of the side and back, with box filters."""
+    h, w = x.shape[-2:]
+    small = (max(1, int(w * share)), max(1, int(h * share)))
+    box = Image.Resampling.BOX
+    return _by_pillow(x, lambda picture: picture.resize(small, box).resize((w, h), box))
+
+
+@_levels((80,), (65,), (58,), (50,), (40,))
+def jpeg_compression(x: Pixels, streams: Streams, quality: float) -> Pixels:
+    def saved(picture: Image.Image) -> Image.Image:
+        file = BytesIO()
+        picture.save(file, "JPEG", quality=int(quality))
+        return Image.open(file)
+
+    return _by_pillow(x, saved)
+
+
+# The four that the benchmark sets aside for choosing settings.
+
+
+@_levels((0.06,), (0.1,), (0.12,), (0.16,), (0.2,))
+def speckle_noise(x: Pixels, streams: Streams, deviation: float) -> Pixels:
+    """Adds noise in proportion to the pixel, of this standard deviation at white."""
+    return x + x * _normal(x, streams) * np.float32(deviation)
+
+
+@_levels((0.4,), (0.6,), (0.7,), (0.8,), (1,))
+def gaussian_blur(x: Pixels, streams: Streams, sigma: float) -> Pixels:
+    return smooth(x, sigma * scale_of(x))
+
+
+@_levels(
+    (0.62, 0.1, 0.7, 0.7, 0.5, 0),
+    (0.65, 0.1, 0.8, 0.7, 0.5, 0),
+    (0.65, 0.3, 1, 0.69, 0.5, 0),
+    (0.65, 0.1, 0.7, 0.69, 0.6, 1),
+    (0.65, 0.1, 0.5, 0.68, 0.6, 1),
+)
+def spatter(x: Pixels, streams: Streams, *level: float) -> Pixels:
+    """Splashes water or mud where smooth noise is above a threshold; strength: how bright water is, how soft mud is."""
     mean, deviation, sigma, threshold, strength, mud = level
     s = scale_of(x)
     # Smoothing over s times the pixels divides the deviation by s: noise drawn s times as large wets as much.
@@ -200,24 +313,15 @@ def spatter(x: Pixels, level: Level, streams: Streams) -> Pixels:
     return out
 
 
-# Digital.
+@_levels((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2))
+def saturate(x: Pixels, streams: Streams, factor: float, extra: float) -> Pixels:
+    """Multiplies the saturation by factor and adds extra; hue and value stay.
 
-
-def contrast(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: what is kept of the distance to the channel's mean."""
-    mean = x.reshape(*x.shape[:2], -1).mean(2, dtype=np.float64).astype(np.float32)[..., None, None]
-    out: Pixels = (x - mean) * np.float32(level[0]) + mean
-    return out
-
-
-def saturate(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: (factor, extra) of the saturation; hue and value stay. A grey pixel's hue is red, as is usual in HSV.
-
-    An image of one channel has no colour. Instead, its distance from its own mean is multiplied by factor + extra.
+    A grey pixel's hue is red, as is usual in HSV. An image of one channel has no colour: its distance from its own mean
+    is multiplied by factor + extra.
     """
-    factor, extra = level
     if x.shape[1] == 1:
-        return contrast(x, (factor + extra,), streams)
+        return contrast(x, streams, factor + extra)
     value, least = x.max(1, keepdims=True), x.min(1, keepdims=True)
     spread = value - least
     old = ratio(spread, value)
@@ -226,57 +330,3 @@ def saturate(x: Pixels, level: Level, streams: Streams) -> Pixels:
     depth[:, 1:] = np.where(spread > 0, depth[:, 1:], np.float32(1))
     out: Pixels = value - value * new * depth
     return out
-
-
-def elastic_transform(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: strength and smoothness of the field, reach of the affine map; each a share of the side.
-
-    A random affine map (three points move) and a random field, drawn at 32×32 and stretched over the image; one
-    bilinear sampling for both.
-    """
-    strength, sigma, reach = level
-    b, (h, w) = len(x), x.shape[-2:]
-    side = min(h, w)
-    third = side // 3
-    corners = np.array([(third, third), (third, -third), (-third, -third)], np.float64)
-    moves = draws(streams, lambda r: r.uniform(-reach, reach, (3, 2)) * side).astype(np.float64)
-    maps = affine_of(np.broadcast_to(corners, (b, 3, 2)), corners + moves)[..., None, None]
-    field = smooth(draws(streams, lambda r: r.uniform(-1, 1, (2, 32, 32))), sigma * 32) * np.float32(strength * side)
-    grid = (np.linspace(0, 31, n, dtype=np.float32) for n in (h, w))
-    field = resample(field, *grid)
-    middle = ((h - 1) / 2, (w - 1) / 2)
-    y = np.arange(h)[:, None] - middle[0] + field[:, 0]
-    z = np.arange(w) - middle[1] + field[:, 1]
-    rows = y * maps[:, 0, 0] + z * maps[:, 1, 0] + maps[:, 2, 0] + middle[0]
-    columns = y * maps[:, 0, 1] + z * maps[:, 1, 1] + maps[:, 2, 1] + middle[1]
-    return warp(x, rows.astype(np.float32), columns.astype(np.float32))
-
-
-def _pictures(x: Pixels) -> list[Image.Image]:
-    """Pillow images, L or RGB."""
-    levels = np.rint(x * 255).astype(np.uint8).transpose(0, 2, 3, 1)
-    return [Image.fromarray(np.ascontiguousarray(p[..., 0] if p.shape[-1] == 1 else p)) for p in levels]
-
-
-def _pixels(pictures: list[Image.Image]) -> Pixels:
-    stack: NDArray[np.uint8] = np.stack([np.asarray(p) for p in pictures])
-    planes = stack[:, None] if stack.ndim == 3 else stack.transpose(0, 3, 1, 2)
-    return planes.astype(np.float32) / np.float32(255)
-
-
-def pixelate(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: the smaller side, as a share of the side; box filters both ways."""
-    h, w = x.shape[-2:]
-    small = (max(1, int(w * level[0])), max(1, int(h * level[0])))
-    box = Image.Resampling.BOX
-    return _pixels([p.resize(small, box).resize((w, h), box) for p in _pictures(x)])
-
-
-def jpeg_compression(x: Pixels, level: Level, streams: Streams) -> Pixels:
-    """level: quality."""
-    out: list[Image.Image] = []
-    for picture in _pictures(x):
-        file = BytesIO()
-        picture.save(file, "JPEG", quality=int(level[0]))
-        out.append(Image.open(file))
-    return _pixels(out)

@@ -1,4 +1,4 @@
-"""The embedded default: real handwritten digits at the clients, rendered glyphs as public data."""
+"""The embedded default: handwritten digits for the clients, rendered glyphs as public data."""
 
 from importlib import resources
 

@@ -19,8 +19,7 @@ from .arrays import Pair, from_sites
 from .augment import AUGMENT, DRAWS, SALT, Augment, padding
 from .folder import folder
 from .images import IMAGENET
-from .named import GIVEN, read_source
-from .options import DataOptions
+from .named import GIVEN, DataOptions, read_source
 from .partition import LEAST
 from .source import Client, Indices, Pixels, Source
 from .split import fingerprint, pixels_hash, split

@@ -87,7 +87,8 @@ def decode(
             raise InputError(f"cannot read {len(bad)} of {len(files)} images, {', '.join(bad[:_NAMED])}{more}: {todo}")
 
     read = partial(_in_threads, partial(_read_or_none, size=size), files)
-    return _cached(("files", *_stamps(files, base)), len(files), size, read, check)
+    key = ("files", *(f"{os.path.relpath(path, base)}\0{stamp(path)}" for path in files))
+    return _cached(key, len(files), size, read, check)
 
 
 def image_names(files: Sequence[Path], kept: Mask) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -122,12 +123,6 @@ def stamp(path: Path) -> str:
     except OSError:
         return f"{path.name}\0missing"
     return f"{path.name}\0{stat.st_mtime_ns}\0{stat.st_size}"
-
-
-def _stamps(files: Sequence[Path], base: Path) -> Iterator[str]:
-    for path in files:
-        name = path.relative_to(base) if path.is_relative_to(base) else path
-        yield f"{name.as_posix()}\0{stamp(path)}"
 
 
 def _in_threads(work: Callable[[Any], Pixels | None], items: Sequence[Any] | Pixels) -> Iterator[Pixels | None]:

@@ -4,7 +4,7 @@
 - `site`, optional: who holds the image; without it sites can only be simulated (partition=dirichlet);
 - `split`, optional: train, val or test; blank is train;
 - labels: a column `label`, or the only column left, has class names or numbers (one class per image; other columns
-  beside one named `label` are ignored). Several columns left are labels of 0 and 1 each.
+  besides one named `label` are ignored). Several columns left are labels of 0 and 1 each.
 
 CheXpert-v1.0-small has chest X-rays with five labels. The paper cuts its 180,973 training, 20,099 test and 22,342
 validation images out of the 223,414 rows of `train.csv` (the official `valid.csv` has 234). So all those rows are read,
@@ -36,7 +36,7 @@ Uncertain = Literal["ones", "zeros", "ignore"]
 
 @dataclass(frozen=True)
 class Table:
-    """The columns of a CSV or TSV file by name, and the line number of each row."""
+    """Holds the columns of a CSV or TSV file by name, and the line number of each row."""
 
     file: Path
     columns: dict[str, list[str]]
@@ -69,7 +69,7 @@ def manifest(
 ) -> Source:
     """Returns images `[n, 3, size, size]` and targets, int64 `[n]`, or uint8 `[n, labels]` with several label columns.
 
-    labels: the label columns, if there are other columns beside them; site_column: whose values are the sites.
+    labels: the label columns, if there are further columns; site_column: the column that has the sites.
     """
     table = read_table(Path(path).expanduser(), (*KNOWN, "label"))
     has = f"it has {', '.join(table.columns)}"

@@ -1,14 +1,16 @@
-"""Data sets by name. Other packages add theirs as `package.module:function` or as entry points of `GROUP`."""
+"""Data sets by name, and the options of one: how it is read and split. These are the keys of `[data]`.
 
-from __future__ import annotations
+Other packages add data sets as `package.module:function` or as entry points of `GROUP`.
+"""
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Literal, Self
 
-from ..errors import InputError
-from ..plugins import called, find
+from ..errors import InputError, check_choices, unknown
+from ..plugins import called, check, find
 from .arrays import npz
 from .cifar import cifar10, cifar100, stl10
 from .digits import digits
@@ -16,14 +18,81 @@ from .folder import folder, office_home
 from .manifest import chexpert, manifest
 from .source import Source
 
-if TYPE_CHECKING:
-    from .options import DataOptions
-
-Reader = Callable[["DataOptions"], Source]
-
 GROUP = "perada.datasets"
 GIVEN = "given"  # what a run folder calls data, images or a network that were given from Python
 _TABLES = (".npz", ".csv", ".tsv")
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Which data set is read, and how it is split among clients."""
+
+    name: str = _option("digits", "the data set: a known name, package.module:function, or an installed entry point")
+    root: str = _option("", "folder or file with the data")
+    clients: int = _option(20, "number of simulated clients; with partition=site there is one per site")
+    partition: Literal["dirichlet", "iid", "shards", "site"] = _option("dirichlet", "who gets which training samples")
+    alpha: float = _option(0.1, "concentration of partition=dirichlet; a smaller one makes clients less alike")
+    cap: bool = _option(True, "a client that has N/M samples takes no more")
+    min_per_class: int = _option(0, "training samples of each class for every client, before Dir(α) deals the rest")
+    shards: int = _option(2, "runs of samples, sorted by label, that a client gets with partition=shards")
+    meta_min: int = _option(2000, "multi-label: training images from which a combination of labels is its own class")
+    val: float = _option(0.1, "share of the data (of the official training data, if it has a test set) for validation")
+    test: float = _option(0.2, "share of the data for testing, where the data set has no test set")
+    server_val: float = _option(0.0, "share of the training data that the server holds, labelled, for its guard")
+    seed: int = _option(0, "seed of the split; the seed of a run does not change who holds what")
+    size: int = _option(64, "pixels that image files are scaled to; arrays (CIFAR, .npz) keep their size")
+    labels: tuple[str, ...] = _option((), "multi-label: use only these labels; empty uses all")
+    site: str = _option("site", "column of a manifest that names the owner of an image")
+    uncertain: Literal["ones", "zeros", "ignore"] = _option("ones", "what CheXpert's -1 means; ignore drops the image")
+    normalise: Literal["data", "imagenet", "backbone"] = _option(
+        "data", "whose mean and std: these, or what it expects"
+    )
+    augment: Literal["none", "flip", "crop", "resized-crop"] = _option("none", "random views of training images")
+    resident: Literal["auto", "yes", "no"] = _option("auto", "keep images on the compute device; no streams them")
+    skip_bad: bool = _option(False, "skip images that cannot be read")
+
+    def __post_init__(self) -> None:
+        check("data set", GROUP, self.name, SOURCES)
+        check_choices(self)
+        if self.name == "digits" and self.root:
+            raise ValueError("name=digits is part of the package and reads no path: for your own images use 'folder'")
+        if not self.alpha > 0:
+            raise ValueError(f"alpha must be above 0, not {self.alpha}")
+        for name, least in (("clients", 1), ("min_per_class", 0), ("shards", 1), ("meta_min", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.min_per_class and self.partition != "dirichlet":
+            raise ValueError(f"min_per_class needs DataOptions.partition=dirichlet, not {self.partition}")
+        for name in ("val", "test", "server_val"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), not {getattr(self, name)}")
+        if self.val + self.test + self.server_val >= 1:
+            raise ValueError(
+                "val + DataOptions.test + DataOptions.server_val must be below 1, to leave something to train on"
+            )
+        if self.size < 8:
+            raise ValueError(f"size must be at least 8 pixels, not {self.size}")
+
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """Returns the options, or refuses a wrong name or value in one line."""
+        known = cls.__dataclass_fields__
+        for name in options:
+            if name not in known:
+                raise unknown("option", name, known)
+        try:
+            return cls(**options)
+        except ValueError as error:
+            raise InputError(f"DataOptions.{error}") from error
+        except TypeError as error:  # text for a number, say
+            raise InputError(f"cannot make DataOptions of {options}: {error}") from error
+
+
+Reader = Callable[[DataOptions], Source]
 
 
 def own(options: DataOptions) -> Source:
@@ -37,7 +106,7 @@ def own(options: DataOptions) -> Source:
 
 
 def _folders(read: Reader) -> Reader:
-    """A data set that comes as folders, or as an `.npz` or manifest of it."""
+    """Returns a reader of a data set that comes as folders, or as an `.npz` file or manifest."""
     return lambda options: own(options) if Path(options.root).suffix.lower() in _TABLES else read(options)
 
 
@@ -47,6 +116,7 @@ def data_home() -> str:
 
 
 def _given(options: DataOptions) -> Source:
+    """Refuses to read data that only the caller has."""
     raise InputError("these data were given from Python: give them again, as federation=")
 
 
@@ -89,8 +159,8 @@ _FILES = {
 
 def place_of(name: str, root: str) -> str | None:
     """Returns the folder that holds an official data set: at or above the clients' data, or in `data_home()`."""
-    own = [Path(root), Path(root).parent] if root else []
-    for home in (*own, Path(data_home())):
+    given = [Path(root), Path(root).parent] if root else []
+    for home in (*given, Path(data_home())):
         if any((home / file).exists() for file in _FILES[name]) or home.name in _FILES[name]:
             return str(home)
     return None

@@ -1,4 +1,4 @@
-"""Splitting a data set among clients: pure functions of their arguments and generator.
+"""Partitions: pure functions that split a data set among clients, given a generator.
 
 A partition is a table of counts `[clients, classes]`: how many training samples of each class each client gets.
 `dirichlet_counts`, `iid_counts` and `shard_counts` draw one, `follow` gives validation and test data the same
@@ -23,19 +23,19 @@ SWEEPS = 200  # after which it stops
 
 def largest_remainder(shares: Floats, total: int | Counts) -> Counts:
     """Returns whole numbers proportional to `shares` `[..., k]`, which sum to `total` `[...]`; ties go low."""
-    wanted = np.asarray(total, np.int64)
-    exact = shares / shares.sum(-1, keepdims=True) * wanted[..., None]
+    sums = np.asarray(total, np.int64)
+    exact = shares / shares.sum(-1, keepdims=True) * sums[..., None]
     counts: Counts = np.floor(exact).astype(np.int64)
-    short = wanted - counts.sum(-1)
+    short = sums - counts.sum(-1)
     rank = np.argsort(np.argsort(counts - exact, axis=-1, kind="stable"), axis=-1, kind="stable")
     counts += rank < short[..., None]
     return counts
 
 
-def _enough(total: int, clients: int, at_least: int = LEAST) -> None:
-    if total < clients * at_least:
+def _enough(total: int, clients: int) -> None:
+    if total < clients * LEAST:
         raise InputError(
-            f"{clients} clients need {at_least} training samples each but there are {total}: "
+            f"{clients} clients need {LEAST} training samples each but there are {total}: "
             "lower DataOptions.clients or use more data"
         )
 
@@ -46,17 +46,16 @@ def dirichlet_counts(
     alpha: float,
     rng: np.random.Generator,
     cap: bool = True,
-    at_least: int = LEAST,
     min_per_class: int = 0,
 ) -> Counts:
     """Returns the samples per client and class, `[clients, classes]`; columns sum to `supply` `[classes]`.
 
     Every client first gets `min_per_class` of each class. The rest of a class is dealt by its own draw from Dir(α).
     With `cap`, a client that has N/M samples gets nothing of the classes still to come, so it ends with less than
-    N/M plus its last class. A client with fewer than `at_least` gets some from others.
+    N/M plus its last class. A client with fewer than `LEAST` gets some from others.
     """
     total = int(supply.sum())
-    _enough(total, clients, at_least)
+    _enough(total, clients)
     if min_per_class and supply.min() < clients * min_per_class:
         raise InputError(
             f"DataOptions.min_per_class={min_per_class} needs {clients * min_per_class} training samples of each class "
@@ -70,10 +69,9 @@ def dirichlet_counts(
             continue
         shares = _dirichlet(alpha, clients, rng)
         if cap:
-            open_ = counts.sum(1) < total / clients
-            shares = np.where(open_, np.maximum(shares, 1e-12), 0.0)
+            shares = np.where(counts.sum(1) < total / clients, np.maximum(shares, 1e-12), 0.0)
         counts[:, label] += largest_remainder(shares, int(rest[label]))
-    return feed(counts, at_least, counts)
+    return feed(counts, LEAST, counts)
 
 
 def _dirichlet(alpha: float, clients: int, rng: np.random.Generator) -> Floats:
@@ -134,9 +132,9 @@ def feed(counts: Counts, at_least: int, own: Counts) -> Counts:
             f"{len(counts)} clients cannot get {at_least} of {int(sizes.sum())} samples: lower DataOptions.clients"
         )
     for client in np.repeat(np.arange(len(counts)), np.maximum(at_least - sizes, 0)):
-        given = np.where(sizes[:, None] > at_least, counts, 0)
-        wanted = given * (own[client] > 0)
-        giver, label = np.unravel_index((wanted if wanted.any() else given).argmax(), counts.shape)
+        spare = np.where(sizes[:, None] > at_least, counts, 0)
+        fitting = spare * (own[client] > 0)
+        giver, label = np.unravel_index((fitting if fitting.any() else spare).argmax(), counts.shape)
         counts[giver, label] -= 1
         counts[client, label] += 1
         sizes[giver] -= 1
@@ -174,7 +172,7 @@ def _rescaled(train: Counts, supply: Counts) -> Floats:
     We look for totals n >= 0 with sum_m n_m p_mc = supply_c, where p are the training proportions. A sweep deals all
     of the supply by the present totals, and what a client then has is its next total. These are the EM steps of a
     mixture with known components, which converge to a solution. They start from the training sizes and stop when
-    near enough, so totals stay close to those sizes.
+    the proportions are close enough, so totals stay close to those sizes.
     """
     size = train.sum(1)
     own = train / np.maximum(size, 1)[:, None]
@@ -184,7 +182,7 @@ def _rescaled(train: Counts, supply: Counts) -> Floats:
         shares: Floats = totals[:, None] * own
         dealt = shares * (supply / np.maximum(shares.sum(0), 1e-300))
         sums = dealt.sum(1)
-        wrong = 0.5 * np.abs(dealt - sums[:, None] * own).sum(1)  # samples of a client that are of another class
+        wrong = 0.5 * np.abs(dealt - sums[:, None] * own).sum(1)  # samples of a client that have another class
         if (wrong <= np.maximum(CLOSE * sums, 1.0)).all():  # rounding costs one anyway
             break
         totals = np.clip(sums, start / STRETCH, start * STRETCH)
@@ -193,9 +191,9 @@ def _rescaled(train: Counts, supply: Counts) -> Floats:
 
 def _strays(counts: Counts, train: Counts) -> int:
     """Returns how many counts are more than one off the rounding of the client's training proportions."""
-    some = train.sum(1) > 0
-    wanted = largest_remainder(train[some].astype(np.float64), counts[some].sum(1))
-    return int((np.abs(counts[some] - wanted) > 1).sum())
+    training = train.sum(1) > 0
+    rounded = largest_remainder(train[training].astype(np.float64), counts[training].sum(1))
+    return int((np.abs(counts[training] - rounded) > 1).sum())
 
 
 def _carried(exact: Floats, supply: Counts) -> Counts:

@@ -1,4 +1,4 @@
-"""The server's public images: where they come from, and how they are read in chunks of equal size."""
+"""The server's public images: reads them, and gives them in chunks of equal size."""
 
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -17,8 +17,7 @@ from .digits import digits, glyphs
 from .federation import Federation, writable
 from .folder import unlabelled
 from .images import resized
-from .named import GIVEN, GROUP, SOURCES, data_home, place_of
-from .options import DataOptions
+from .named import GIVEN, GROUP, SOURCES, DataOptions, data_home, place_of
 from .source import Pixels, Source
 
 VALIDATION = "validation"  # the clients' own validation data, which only a simulation can ask for
@@ -34,7 +33,7 @@ def public_images(name: str, size: int, root: str = "") -> Tensor | None:
     """Returns public images, uint8 `[n, C, size, size]`, without labels; None for "none".
 
     name: one of `PUBLIC`, a folder of images, an `.npz` file, or a function of another package. A known data set is
-    looked for beside the clients' data (`root`), then at `data_home()`.
+    looked for next to the clients' data (`root`), then at `data_home()`.
     """
     if name == "none":
         return None
@@ -55,7 +54,7 @@ def _read(name: str, size: int, root: str) -> Pixels:
         home = place_of(name, root)
         if home is None:
             raise InputError(
-                f"Distill.data={name}: it is neither beside the clients' data nor in {data_home()}: run perada data "
+                f"Distill.data={name}: it is neither next to the clients' data nor in {data_home()}: run perada data "
                 f"get {name}, or set Distill.steps=0"
             )
         return stl10_public(home, size) if name == "stl10" else _training(SOURCES[name](DataOptions(name, home)))
@@ -92,7 +91,7 @@ def as_public(images: Any, federation: Federation) -> Tensor:
 
 
 class Chunks(Sequence[Any]):
-    """Public images in chunks, kept as bytes and prepared like the clients' images when they are asked for."""
+    """Holds public images as bytes, in chunks that are prepared like the clients' images when they are asked for."""
 
     def __init__(self, federation: Federation, images: Tensor, chunks: Tensor, dtype: torch.dtype) -> None:
         self.federation, self.images, self.dtype = federation, images, dtype

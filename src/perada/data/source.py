@@ -1,4 +1,4 @@
-"""A data set before it is split among clients, and what one client holds afterwards."""
+"""The data types of this package: a data set before it is split among clients, and one client's part of it."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ Targets = NDArray[np.int64] | NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Source:
-    """A data set before it is split among clients.
+    """Holds a data set before it is split among clients.
 
     images uint8 `[N, C, H, W]` (C is 1 or 3); targets int64 `[N]`, or uint8 `[N, labels]` for multi-label data.
     `test` marks official test images and `val` declared validation images, where a data set has them. `site` names
@@ -39,7 +39,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Client:
-    """The indices of one client's own train, validation and test data."""
+    """Holds the indices of one client's own training, validation and test data."""
 
     name: str
     train: Indices

@@ -1,4 +1,4 @@
-"""From a source to clients: what is held out, what the classes of a partition are, and who gets which part."""
+"""Splits a source among clients: what is held out, what the classes of a partition are, and who gets which part."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..lanes import rng_of
-from .options import DataOptions
+from .named import DataOptions
 from .partition import Counts, dirichlet_counts, hand_out, holdout, iid_counts, shard_counts
 from .source import Client, Indices, Mask, Source
 
@@ -42,8 +42,8 @@ def fingerprint(source: Source, clients: Sequence[Client], server: Indices) -> s
     """
     parts = [(c.name, part) for c in clients for part in (c.train, c.val, c.test)]
     digest = hashlib.sha256()
-    for owner, part in (*parts, ("", server)):
-        digest.update(f"{len(part)} {owner}\n".encode())
+    for name, part in (*parts, ("", server)):
+        digest.update(f"{len(part)} {name}\n".encode())
         if source.names is None:
             digest.update(part.astype("<i8").tobytes() + source.targets[part].tobytes())
         else:
@@ -73,6 +73,7 @@ def categories(source: Source, train: Indices, least: int) -> NDArray[np.int64]:
 
 
 def _marked(mask: Mask | None, pool: Indices) -> Indices:
+    """Returns the samples of `pool` that a mask of all samples marks."""
     return pool[:0] if mask is None else pool[mask[pool]]
 
 
@@ -122,7 +123,7 @@ def _by_site(
 ) -> tuple[tuple[Client, ...], Indices]:
     """Gives each site its own data and declared splits; a site without test or validation data holds some out.
 
-    What a site holds out depends on its name and not on the other sites: alone on its own machine it does the same.
+    What a site holds out depends on its name and not on the other sites, so a site alone on its machine does the same.
     """
     if source.site is None:
         raise InputError(

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..errors import InputError, unknown
 from .cache import cache_folder
 from .cifar import cifar10_1, cifar10_c
-from .corruptions import CORRUPTIONS, SEVERITIES, Progress, corrupted
+from .corruption_kinds import CORRUPTIONS
+from .corruptions import SEVERITIES, Progress, corrupted
 from .federation import Federation
 from .source import Pixels
 
@@ -34,36 +35,32 @@ def named_sets(
     head, *rest = name.split(":")
     if head not in NAMES:
         raise unknown("test set", name, ["local", "val", "global", *NAMES])
-    if head == "cifar10.1":
-        _no_more(name, rest)
-        return iter([_official(federation, *cifar10_1(root))])
     kinds = list(CORRUPTIONS) if head in ("shifted", "cifar10-c") else [head]
     if head == "cifar10-c" and rest:
-        if rest[0] not in CORRUPTIONS:
-            raise unknown("corruption", rest[0], CORRUPTIONS)
-        kinds, rest = [rest[0]], rest[1:]
+        kinds = [rest.pop(0)]
+        if kinds[0] not in CORRUPTIONS:
+            raise unknown("corruption", kinds[0], CORRUPTIONS)
     levels = list(severities)
-    if rest:
+    if head != "cifar10.1" and rest:
         if rest[0] not in map(str, SEVERITIES):
             raise InputError(f"{name!r}: write a severity from 1 to 5 after the colon")
-        levels = [int(rest[0])]
-    _no_more(name, rest[1:])
+        levels = [int(rest.pop(0))]
+    if rest:
+        raise InputError(f"{name!r}: {':'.join(rest)!r} has no meaning there")
+    if head == "cifar10.1":
+        return iter([_official(federation, *cifar10_1(root))])
     if head == "cifar10-c":
-        return (_official(federation, *cifar10_c(root, k, s)) for k in kinds for s in levels)
+        return (_official(federation, *cifar10_c(root, kind, level)) for kind in kinds for level in levels)
     order = np.sort(federation.test)  # so another split of the same images gives the same copies, cached once
     images, back = federation.take(order).cpu().numpy(), np.searchsorted(order, federation.test)
     targets = federation.labels(federation.test)
     home = cache_folder() if images.nbytes >= _CACHED else None
     cache = home / "corruptions" if home else None
-    return ((made[back], targets) for _, _, made in corrupted(images, kinds, levels, cache=cache, progress=progress))
-
-
-def _no_more(name: str, rest: Sequence[str]) -> None:
-    if rest:
-        raise InputError(f"{name!r}: {':'.join(rest)!r} has no meaning there")
+    return ((copy[back], targets) for _, _, copy in corrupted(images, kinds, levels, cache=cache, progress=progress))
 
 
 def _official(federation: Federation, images: Pixels, labels: NDArray[np.int64]) -> tuple[Pixels, Tensor]:
+    """Returns CIFAR-10's images and their targets on the federation's device; refuses a federation of other data."""
     if federation.multilabel or len(federation.classes) != 10 or federation.images.shape[1:] != images.shape[1:]:
         raise InputError("CIFAR-10's test sets need a model of 10 classes and 32×32 colour images")
     return images, torch.from_numpy(labels).to(federation.device)

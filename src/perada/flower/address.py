@@ -1,7 +1,5 @@
 """The server's address, and whether a server of ours answers there."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 import ssl
@@ -9,6 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
+from typing import Self
 
 from ..errors import InputError
 
@@ -33,7 +32,7 @@ class Address:
     port: int
 
     @classmethod
-    def parse(cls, text: str) -> Address:
+    def parse(cls, text: str) -> Self:
         """Reads `host`, `host:port`, `1.2.3.4:port` or `[::1]:port`."""
         host, colon, port = text.strip().rpartition(":")
         if not colon or (text.count(":") > 1 and not host.endswith("]")):
@@ -49,7 +48,7 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
-    def local(self) -> Address:
+    def local(self) -> "Address":
         """The address to dial from the machine that listens on this one."""
         return Address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port)
 

@@ -9,8 +9,6 @@ A site knows the server by `ca.crt`. The server knows a site by its key (ECDSA P
 reads). Only a renewal replaces a file.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re
@@ -26,23 +24,12 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_ec_curve
 
 from ..errors import InputError
-from .settings import checked_name
+from .settings import check_sites
 
 CA_DAYS = 3650
 SERVER_DAYS = 365
 LOCAL = ("localhost", "127.0.0.1", "::1")  # a server certificate is always for these, too
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.(?!-)[A-Za-z0-9_-]{1,63})*")
-
-
-def check_sites(names: Sequence[str]) -> list[str]:
-    """Returns the names in order; refuses bad ones and repetitions, also on a file system that ignores case."""
-    lower = [checked_name("site name", name).lower() for name in names]
-    for name in names:
-        if name.lower() == "server":  # `--renew server` means the server's certificate
-            raise InputError(f"site name {name!r} is reserved: choose another")
-        if lower.count(name.lower()) > 1:
-            raise InputError(f"site {name!r} is named twice")
-    return sorted(names)
 
 
 def make(folder: Path, server_names: Sequence[str], sites: Sequence[str]) -> list[Path]:
@@ -141,15 +128,15 @@ def _alternatives(names: Sequence[str]) -> list[x509.GeneralName]:
     """Returns the names that sites dial, and `LOCAL`, as a certificate's alternative names."""
     if not names:
         raise InputError("--server-name: give every name or address that sites dial, such as fl.example.org")
-    found: list[x509.GeneralName] = []
+    alternatives: list[x509.GeneralName] = []
     for name in dict.fromkeys([*names, *LOCAL]):
         try:
-            found.append(x509.IPAddress(ipaddress.ip_address(name.strip("[]"))))
+            alternatives.append(x509.IPAddress(ipaddress.ip_address(name.strip("[]"))))
         except ValueError:
             if len(name) > 253 or not _HOST.fullmatch(name):
                 raise InputError(f"--server-name {name!r} is neither a host's name nor an address") from None
-            found.append(x509.DNSName(name))
-    return found
+            alternatives.append(x509.DNSName(name))
+    return alternatives
 
 
 def _load(certificate: Path) -> x509.Certificate:

@@ -1,43 +1,37 @@
-"""Flower's own commands to its SuperLink (`flwr ...`) as calls: admit keys, start and stop runs, list nodes."""
-
-from __future__ import annotations
+"""Flower's own commands to its SuperLink (`flwr ...`) as calls: admit keys; start, follow and stop runs; list nodes."""
 
 import hashlib
 import json
 import re
 import subprocess
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ..config import toml_value
 from ..errors import InputError, RunError
-from ..runs.folder import write_atomic
+from ..runs.folder import RunFolder, write_atomic
 from .address import Address, NoAnswer, probe
 from .processes import environment, program
 
 CALL_S = 60.0  # the longest that one of Flower's commands may take
 LINK = "federation"  # the connection's name in Flower's configuration file
+LOOK_S = 0.5  # seconds between two looks at the files of a run
+ASK_S = 10.0  # seconds between two questions to Flower whether the run still runs
+SOON_S = 2.0  # the same if flower.json says that it failed, which an earlier try of the run may have written
 
 
-@dataclass(frozen=True)
 class Control:
     """A SuperLink on this machine, known by the folder of its files."""
 
-    home: Path
-
-    @property
-    def nodes_file(self) -> Path:
-        """{node id: site}. The ServerApp reads it to know whose key signed a message."""
-        return self.home / "nodes.json"
-
-    @property
-    def server_file(self) -> Path:
-        return self.home / "server.json"
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.server_file = home / "server.json"  # its address and authority
+        self.nodes_file = home / "nodes.json"  # {node id: site}; by it the ServerApp knows whose key signed a message
 
     @classmethod
-    def write(cls, home: Path, address: Address, ca: Path | None) -> Control:
+    def write(cls, home: Path, address: Address, ca: Path | None) -> Self:
         """Writes Flower's configuration file, and ours for `run` and `status`."""
         control, server = cls(home), str(address.local)
         security = f"root-certificates = {toml_value(str(ca))}\n" if ca else "insecure = true\n"
@@ -49,7 +43,7 @@ class Control:
         return control
 
     @classmethod
-    def open(cls, home: Path) -> Control:
+    def open(cls, home: Path) -> Self:
         """Returns the control of the server that runs in a project; InputError if none does."""
         control = cls(home)
         try:
@@ -142,7 +136,7 @@ class Control:
 
     def start(self, app: Path, run: str, resume: bool, after: str) -> str:
         """Starts a run of the app; returns its number at Flower."""
-        config = f"run={toml_value(run)} resume={'true' if resume else 'false'} continue-from={toml_value(after)}"
+        config = f"run={toml_value(run)} resume={toml_value(resume)} continue-from={toml_value(after)}"
         return str(self.call("run", str(app), LINK, "--run-config", config)["run-id"])
 
     def run_status(self, number: str) -> str:
@@ -158,3 +152,53 @@ class Control:
 
     def stop(self, number: str) -> None:
         self.call("stop", number, LINK)
+
+
+class Follower:
+    """Reports what the files of a run say, each thing once; skips what an earlier try of the run left."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.folder, self.say = folder, say
+        self.rows, self.events = len(RunFolder(folder).metrics()), len(self._events())
+
+    def look(self) -> dict[str, Any]:
+        """Reports what is new; returns flower.json, empty before there is one."""
+        rows, events = RunFolder(self.folder).evaluations(), self._events()
+        for row in rows[self.rows :]:
+            self.say(f"round {row.round}: {row.brief()}")
+        for event in events[self.events :]:
+            self.say(f"round {event['round']}: {event['site'] or 'server'}: {event['event']}: {event['detail']}")
+        self.rows, self.events = max(self.rows, len(rows)), max(self.events, len(events))
+        try:
+            return dict(json.loads((self.folder / "flower.json").read_text("utf8")))
+        except (FileNotFoundError, ValueError):
+            return {}
+
+    def _events(self) -> list[dict[str, Any]]:
+        file, events = self.folder / "events.jsonl", []
+        for line in file.read_text("utf8").splitlines() if file.is_file() else ():
+            try:
+                events.append(json.loads(line))
+            except ValueError:  # a line that is being written
+                break
+        return events
+
+
+def follow(control: Control, number: str, follower: Follower, again: str) -> Path:
+    """Waits for a run's end and returns its folder. again: the command that continues a run that ended early."""
+    asked, ended = time.monotonic(), ""
+    while True:
+        about = follower.look()
+        if about.get("status") == "finished":
+            return follower.folder
+        if ended:  # before this look
+            why = control.complaint(number) or about.get("error") or ended
+            raise RunError(f"the run ended before its last round ({why}); rounds are saved: {again}")
+        if time.monotonic() - asked > (SOON_S if about.get("status") == "failed" else ASK_S):
+            asked = time.monotonic()
+            try:
+                status = Control.open(control.home).run_status(number)
+            except (InputError, RunError) as error:
+                raise RunError(f"the server is gone ({error}); rounds are saved: start it, then {again}") from error
+            ended = status if status.startswith("finished") else ""
+        time.sleep(LOOK_S)

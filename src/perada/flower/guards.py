@@ -15,8 +15,6 @@ Both processes end with the process that started them. Lines for the user begin 
 so that these two processes, which never compute, do not load torch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import io
@@ -28,9 +26,11 @@ import sys
 import time
 import tomllib
 import zipfile
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MARK = "perada: "
 FLEET = "/v1/fleet/"
@@ -42,11 +42,6 @@ BUSY = 120.0  # and for this many seconds after the last one; then Flower's own 
 RETRY = 5  # seconds at most between two tries to reach a lost server
 HEARTBEAT = 10  # seconds between two heartbeats: the least that a SuperLink allows, which waits for two
 _PR_SET_PDEATHSIG = 1
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def say(text: str) -> None:
@@ -70,7 +65,7 @@ def is_local(scope: Scope) -> bool:
 class LocalOnly:
     """ASGI middleware: other machines reach the sites' part of the SuperLink and nothing else."""
 
-    def __init__(self, app: Asgi) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app, self.ready = app, False
 
     def _keys_registered(self) -> bool:
@@ -108,7 +103,7 @@ def _reporting(send: Send, scope: Scope, request: str) -> Send:
     """Wraps `send`: tells the user which sites connect, leave and are refused."""
     good = {"activate-node": "a site connected from", "deactivate-node": "a site left from"}
 
-    async def tell(message: MutableMapping[str, Any]) -> None:
+    async def tell(message: Message) -> None:
         if message["type"] == "http.response.start":
             if int(message["status"]) >= 400:
                 why = "its key is not registered, or the site is already connected"
@@ -180,7 +175,7 @@ def guard_apps() -> None:
     handlers.get_fab_config, handlers._get_remote_fab = checked, remote
 
 
-def guard_node(poll: float) -> None:
+def guard_node() -> None:
     """Makes the SuperNode check apps by `problem_of`, as it would check a signature, and poll more often."""
     node: Any = importlib.import_module("flwr.supernode.start_client_internal")
     pull, _ = node._pull_and_store_message, node._verify_fab
@@ -200,7 +195,7 @@ def guard_node(poll: float) -> None:
 
     def sleep(seconds: float) -> None:
         busy = time.monotonic() - last[0] < BUSY
-        time.sleep(min(seconds, poll) if busy else seconds)
+        time.sleep(min(seconds, POLL) if busy else seconds)
 
     def verify(fab: Any, entities: object) -> bool:
         problem = problem_of(fab.content)
@@ -256,7 +251,7 @@ def main(words: list[str]) -> None:
             guard_apps()
             entry = importlib.import_module("flwr.superlink.cli.flower_superlink").flower_superlink
         else:
-            guard_node(POLL)
+            guard_node()
             entry = importlib.import_module("flwr.supernode.cli.flower_supernode").flower_supernode
     except (ImportError, AttributeError) as error:
         say(f"this version of flwr cannot be guarded ({error}): install 'flwr>=1.41,<1.42'")

@@ -1,7 +1,5 @@
 """`perada flower server` and `perada flower site`: Flower's own processes, watched until they are told to stop."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time
@@ -197,7 +195,6 @@ def plan_site(
     for key, hint in (("data", "--data FOLDER"), ("server", "--server HOST:PORT")):
         if not getattr(settings, key):
             raise InputError(f"{folder / 'site.toml'} has no {key}: fill it in, or give {hint}")
-    certs.check_sites([settings.name])
     address = Address.parse(settings.server)
     check_plain(address, insecure, confirmed)
     path = Path(settings.data)
@@ -265,14 +262,15 @@ def _check_end(node: Child, site: SiteService) -> None:
 
 
 def _wait_for_server(site: SiteService, say: Say) -> None:
-    told = False
+    waiting = False
     while True:
         try:
-            return probe(site.server, site.ca)
+            probe(site.server, site.ca)
+            return
         except NoAnswer as why:
-            if not told:
+            if not waiting:
                 say(f"no server at {site.server} yet ({why}): waiting for it")
-            told = True
+            waiting = True
             time.sleep(2)
 
 

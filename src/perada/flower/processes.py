@@ -1,7 +1,5 @@
 """Child processes that never outlive us: started, read line by line, stopped with everything they started."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,4 +1,4 @@
-"""The folder of a federation, and how `perada flower init` makes one.
+"""The folder of a federation: how `perada flower init` makes one, and the runs in it.
 
 app/pyproject.toml    the Flower app: it names PerAda's two components and holds no code
 server.toml           what is trained, by whom, how long a round waits
@@ -7,49 +7,41 @@ certs.sh  certs/      keys and certificates
 state/                everything made later: runs, Flower's database and logs, sites' models
 """
 
-from __future__ import annotations
-
 import re
+import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from safetensors.torch import save
 
 from ..config import resolve, toml_value
 from ..data.digits import digits
-from ..errors import InputError
-from ..runs.folder import replaced
+from ..errors import Damaged, InputError, unknown
+from ..runs.folder import RunFolder, at_work, replaced, write_atomic
+from ..runs.jsonfiles import read_object
 from .address import PORT, Address
-from .certs import check_sites
 from .guards import COMPONENTS
-from .settings import ServerSettings
+from .settings import ServerSettings, check_sites
 
 
-@dataclass(frozen=True)
 class Project:
-    folder: Path
+    """A federation's folder at the server."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.app, self.certs, self.server_toml = folder / "app", folder / "certs", folder / "server.toml"
 
     @classmethod
-    def open(cls, folder: Path) -> Project:
+    def open(cls, folder: Path) -> Self:
         """Opens a folder that `init` made."""
         project = cls(folder.expanduser().absolute())
         if not project.server_toml.is_file():
             raise InputError(f"{folder} has no server.toml: make a project with `perada flower init {folder}`")
         return project
-
-    @property
-    def app(self) -> Path:
-        return self.folder / "app"
-
-    @property
-    def certs(self) -> Path:
-        return self.folder / "certs"
-
-    @property
-    def server_toml(self) -> Path:
-        return self.folder / "server.toml"
 
     def settings(self) -> ServerSettings:
         return ServerSettings.read(self.server_toml)
@@ -65,6 +57,56 @@ class Project:
     def flower(self) -> Path:
         """Returns the folder of Flower's database, logs and configuration."""
         return Path(self.settings().federation.state) / "flower"
+
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """Returns flower.json of every run, by the run's name, oldest first."""
+        files = sorted(self.settings().runs().glob("*/flower.json"), key=lambda p: p.stat().st_mtime)
+        return {p.parent.name: _about(p) for p in files}
+
+    def run(self, name: str | None) -> Path:
+        """Returns the folder of a run, by default of the newest."""
+        known = self.runs()
+        if not known:
+            raise InputError(f"{self.folder} has no run yet: start one with `perada flower run`")
+        if name is not None and name not in known:
+            raise unknown("run", name, known)
+        return self.settings().runs() / (name or list(known)[-1])
+
+    def free_name(self) -> str:
+        """Returns the first of run-1, run-2, ... that does not exist."""
+        folder = self.settings().runs()
+        return next(name for n in count(1) if not (folder / (name := f"run-{n}")).exists())
+
+    def collect(self, name: str | None, out: Path) -> None:
+        """Copies a run to a run folder, with the global adapter (or model) as one file in it.
+
+        It has no personal models: those are at the sites (`perada flower export` there).
+        """
+        source = self.run(name)
+        RunFolder.check(out, overwrite=False)
+        checkpoint, _ = RunFolder(source).load()
+        if checkpoint is None:
+            raise InputError(f"{source} has no finished round yet: wait for one")
+        sent = checkpoint.broadcast
+        tensors = {n: t[0].contiguous() for part in (sent.params, sent.buffers) for n, t in part.items()}
+        about = {"round": str(checkpoint.round), "federation": self.settings().federation.name}
+        try:
+            with replaced(out) as part:
+                shutil.copytree(source, part, ignore=shutil.ignore_patterns("*.part"), dirs_exist_ok=True)
+                write_atomic(part / "global.safetensors", save(tensors, about))
+        except OSError as error:
+            raise InputError(f"cannot write to {out}: {error.strerror}") from error
+
+
+def _about(file: Path) -> dict[str, Any]:
+    """Returns flower.json; a run that says it is running while no process works on it was stopped."""
+    try:
+        about = read_object(file, {"status": str, "round": int, "rounds": int}, "")
+    except (Damaged, OSError):
+        return {"status": "damaged", "round": "?", "rounds": "?", "error": f"cannot read {file}"}
+    if about["status"] == "running" and not at_work(file.parent):
+        about["status"] = "stopped"
+    return about
 
 
 def init(

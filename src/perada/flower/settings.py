@@ -1,13 +1,11 @@
 """The settings files server.toml and site.toml, and the plan that a server sends to its sites."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ..config import Config, from_tables, presets, read_toml, resolve, section, toml_value
 from ..data import VALIDATION, is_public_name
@@ -38,6 +36,17 @@ def _check_federation(what: str, name: str) -> None:
         raise InputError(f"{what} {name!r} is the name of a folder in state/: choose another")
 
 
+def check_sites(names: Sequence[str]) -> list[str]:
+    """Returns the names in order; refuses bad ones and repetitions, also on a file system that ignores case."""
+    lower = [checked_name("site name", name).lower() for name in names]
+    for name in names:
+        if name.lower() == "server":  # `--renew server` means the server's certificate
+            raise InputError(f"site name {name!r} is reserved: choose another")
+        if lower.count(name.lower()) > 1:
+            raise InputError(f"site {name!r} is named twice")
+    return sorted(names)
+
+
 def is_run_id(text: str) -> bool:
     """Whether a text is a run's id, and so the name of a folder at the server and at the sites."""
     return RUN.fullmatch(text) is not None
@@ -57,14 +66,11 @@ class FederationOptions:
 
     def __post_init__(self) -> None:
         _check_federation("FederationOptions.name", self.name)
-        if not self.sites:
+        if not check_sites(self.sites):
             raise ValueError("sites must name at least one site")
-        for what, names in (("sites", self.sites), ("classes", self.classes)):
-            twice = next((n for n in names if names.count(n) > 1), None)
-            if twice is not None:
-                raise ValueError(f"{what}: {twice!r} is there twice")
-        for site in self.sites:
-            checked_name("FederationOptions.sites", site)
+        twice = [name for name in self.classes if self.classes.count(name) > 1]
+        if twice:
+            raise ValueError(f"classes: {twice[0]!r} is there twice")
         if len(self.classes) < (1 if self.multilabel else 2):
             raise ValueError("classes must name the classes of all sites, at least two")
         if self.channels not in (1, 3):
@@ -101,7 +107,7 @@ class ServerSettings:
     config: Config
 
     @classmethod
-    def read(cls, path: str | Path) -> ServerSettings:
+    def read(cls, path: str | Path) -> Self:
         """Reads `[federation]`, `[rounds]` and the sections of any run; paths are relative to the file's folder."""
         file = Path(path).expanduser().absolute()
         tables = read_toml(file, ADVICE)
@@ -186,7 +192,7 @@ class SiteSettings:
         if not self.name:
             raise ValueError("name is empty: fill it in, or give --name NAME")
         _check_federation("SiteSettings.federation", self.federation)
-        checked_name("SiteSettings.name", self.name)
+        check_sites([self.name])
         for method in self.methods:
             hyperparameters(method)  # refuses unknown names
         if self.threads < 0:
@@ -200,7 +206,7 @@ class SiteSettings:
         return Path(self.state) / "flower" / self.name
 
     @classmethod
-    def read(cls, path: str | Path, **given: str | None) -> SiteSettings:
+    def read(cls, path: str | Path, **given: str | None) -> Self:
         """Reads site.toml; values that are given replace its own. Paths are relative to the file's folder."""
         file = Path(path).expanduser().absolute()
         tables = read_toml(file, ADVICE)
@@ -209,7 +215,7 @@ class SiteSettings:
             raise unknown("section", next(iter(tables)), ["site"])
         if isinstance(table, dict):  # `section` refuses anything else
             table |= {key: value for key, value in given.items() if value}
-        site: SiteSettings = section("site", cls, table)
+        site: Self = section("site", cls, table)
         data, state, test = (_absolute(path, file.parent) for path in (site.data, site.state, site.test))
         return replace(site, data=data, state=state, test=test)
 
@@ -238,7 +244,7 @@ class Plan:
     config: Config = field(repr=False)
 
     @classmethod
-    def of(cls, settings: ServerSettings, backbone: str) -> Plan:
+    def of(cls, settings: ServerSettings, backbone: str) -> Self:
         """Makes the plan, without the server's own paths and its choice of device."""
         f, config = settings.federation, settings.config
         weights = config.model.weights if config.model.weights in BUILT_IN_WEIGHTS else "random"
@@ -255,13 +261,13 @@ class Plan:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    def parse(cls, text: str) -> Plan:
+    def parse(cls, text: str) -> Self:
         """Reads what `text` wrote. Refuses values by which a server would make a site run code or open files."""
         try:
             values = json.loads(text)
             if code := code_named(values["config"]):  # before any import
                 raise ValueError(f"{code} names a module to import, which a server may not choose at a site")
-            plan: Plan = section("plan", cls, {**values, "config": from_tables(values["config"])})
+            plan: Self = section("plan", cls, {**values, "config": from_tables(values["config"])})
             config = plan.config
             if config.model.weights not in BUILT_IN_WEIGHTS or config.distill.data != "none" or config.data.root:
                 raise ValueError("it names files or downloads, which a server may not choose at a site")

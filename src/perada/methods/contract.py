@@ -71,7 +71,11 @@ class Declares(Protocol):
     """A method that sends more than a group of the model, or something else: counts, masks, control variates."""
 
     def upload(self, model: LaneModel) -> State:
-        """Returns one lane of what a client sends: its names, shapes and types count, not its values."""
+        """Returns one lane of what a client sends: its names, shapes and types.
+
+        The values count over a network only: there an upload may not be absurdly far from the broadcast, or from these
+        values where the broadcast does not have the name.
+        """
 
 
 def declared_upload(method: Method, model: LaneModel) -> State:
