@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ import perada
 from perada.cli import main as cli
 from perada.cli.watch import Watch
 from perada.config import resolve
-from perada.errors import InputError, Interrupted
+from perada.errors import InputError, Interrupted, RunError
 from perada.experiment import Experiment
 from perada.runs.folder import write_atomic
 from perada.sweep.compare import Comparison, compare
+from perada.sweep.workers import share_cores
 
 TINY: dict[str, Any] = {"data__clients": 3, "distill__steps": 1, "distill__candidates": [1]}
 METHODS = ["perada", "standalone"]  # not the paper's order
@@ -338,6 +340,12 @@ def test_killed_it_goes_on_and_ends_as_if_nothing_had_happened(whole: Path, tmp_
     for name in NAMES:
         assert adapters(out / name) == adapters(whole / name)
     assert numbers(out) == numbers(whole)
+
+
+def test_a_killed_process_is_one_line_that_says_how_to_resume(tmp_path: Path) -> None:
+    line = r"^a training process was killed .*; what is finished is saved: .* perada compare --out .* --resume$"
+    with pytest.raises(RunError, match=line), Comparison(tmp_path).working():
+        share_cores(["a", "b"], 2, partial(os._exit, 9), pytest.fail, print)
 
 
 @pytest.mark.parametrize("lost", [PARTS, {"report.html"}, {"report.html", "summary.json"}])

@@ -23,7 +23,7 @@ from perada.errors import InputError
 from perada.report import write_report
 from perada.report.facts import gather_facts
 from perada.report.page import _places
-from perada.report.svg import human_bytes, length, shorten, ticks
+from perada.report.svg import human_bytes, shorten, ticks
 from perada.runs.rows import Evaluation
 
 HOSTILE = "<script>alert('x')</script>\"&"
@@ -304,7 +304,7 @@ def test_small_helpers() -> None:
     assert all(1 < len(ticks(low, low + span)) <= 6 for low in (0.0, 13.7, 96.2) for span in (0.9, 2.0, 7.3, 46.0))
     assert [human_bytes(v) for v in (0, 999, 53800, 12.9e6, 2e15)] == ["0 B", "999 B", "53.8 kB", "12.9 MB", "2000 TB"]
     assert shorten("x" * 30, 10) == "x" * 9 + "…"
-    assert length("北京") == 4
+    assert [shorten("北京北京", most) for most in (8, 5)] == ["北京北京", "北京…"]
     assert shorten("short", 10) == "short"
 
 

@@ -3,6 +3,8 @@
 import os
 import sys
 
+from . import __version__
+
 
 def share_cores() -> None:
     """Lets OpenMP's threads sleep while they wait, unless the user has set `OMP_WAIT_POLICY`.
@@ -16,6 +18,9 @@ def share_cores() -> None:
 
 def script() -> None:
     """Runs the command and exits with its code."""
+    if sys.argv[1:] == ["--version"]:  # without the import below
+        print(f"perada {__version__}")
+        return
     share_cores()
     try:  # the import takes two seconds, in which people press Ctrl-C
         from .cli.main import script as run

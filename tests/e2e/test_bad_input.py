@@ -95,7 +95,11 @@ LONG = "a" * 300
 # What is typed -> words the error line must have.
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "unknown command": (["trian"], ["trian"]),
-    "unknown option": (["train", "--rounds", "3"], ["--rounds"]),
+    "unknown option": (["train", "--sed", "3"], ["--sed", "--seed"]),
+    "an unknown option that is a setting": (["train", "digits", "--rounds", "3"], ["given by --set train.rounds=3"]),
+    "the same with =": (["compare", "--pretrain-rounds=3"], ["given by --set model.pretrain_rounds=3"]),
+    "the same without a value": (["tune", "--epochs"], ["given by --set train.epochs=VALUE"]),
+    "an unknown option of a command without settings": (["evaluate", "run", "--rounds", "3"], ["--rounds"]),
     "an option without its value": (["train", "--seed"], ["--seed"]),
     "a seed that is no number": (["train", "--seed", "x"], ["--seed"]),
     "a negative seed": ([*TRAIN, "--seed", "-1"], ["run.seed"]),

@@ -300,6 +300,13 @@ def test_an_interrupt_while_python_still_imports_is_one_line(
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_the_version_needs_no_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "perada.cli.main", None)  # importing it fails
+    monkeypatch.setattr(sys, "argv", ["perada", "--version"])
+    __main__.script()
+    assert capsys.readouterr().out == f"perada {perada.__version__}\n"
+
+
 def test_importing_the_package_is_quick_and_has_all_that_it_promises() -> None:
     code = "import sys, perada; assert 'torch' not in sys.modules, 'two seconds'\n"
     code += "from perada import *\nassert all(n in globals() and n in dir(perada) for n in perada.__all__)\n"

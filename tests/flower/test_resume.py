@@ -261,7 +261,7 @@ def test_a_last_stage_that_nobody_did_is_not_finished(tmp_path: Path) -> None:
         return None if kind == "finish" and lost[site] <= gone[site] else reply
 
     gone = dict.fromkeys(SITES, 2)
-    with pytest.raises(RunError, match=r"the last stage: 0 sites did it, 2 needed .* resume=true"):
+    with pytest.raises(RunError, match=r"the last stage: 0 good answers, 2 needed .* resume=true"):
         app.serve(MemoryGrid(world, meddle), world.settings, "run")
     assert json.loads((tmp_path / "state/runs/run/flower.json").read_text())["status"] == "failed"
     lost.clear()

@@ -1,6 +1,4 @@
-"""What all commands speak with: results on standard output, the rest on standard error."""
-
-from __future__ import annotations
+"""How all commands print: results on standard output, the rest on standard error."""
 
 import json
 import os
@@ -9,27 +7,40 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-WIDE = 160  # columns where nobody's screen ends: a table in a file or a pipe is not cut
+from ..config import in_keys
+
+WIDE = 160  # columns of a file or a pipe, so that a table there is not cut
 
 out = Console(markup=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
 err = Console(stderr=True, markup=False)
 INTERRUPTED = 130
-SAID = 256 + INTERRUPTED  # inside, where it was said how to go on; typer gives the other code to any interrupt
+SAID = 256 + INTERRUPTED  # an interrupt after which the command that resumes was printed; only used inside
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 
 
 def tell(text: str) -> None:
-    """A line of the result, whole: a path is not broken at a screen's edge."""
+    """Prints a line of the result, whole: a path is not broken at the edge of a screen."""
     out.print(text, highlight=False, soft_wrap=True)
 
 
 def say(text: str) -> None:
-    """A line beside it."""
-    from ..config import in_keys
-
+    """Prints a line on standard error."""
     err.print(in_keys(text), highlight=False, soft_wrap=True)
 
 
 def print_json(value: object) -> None:
     print(json.dumps(value, indent=1))
+
+
+def show(as_json: bool, document: object, *parts: Table | str) -> None:
+    """Prints a command's result: one JSON document, or tables and lines for a person."""
+    if as_json:
+        print_json(document)
+        return
+    for part in parts:
+        if isinstance(part, str):
+            tell(part)
+        else:
+            out.print(part)

@@ -1,16 +1,14 @@
 """`perada data ...`: parse, call, print."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ..data import data_home, download
 from . import tables
-from .console import AsJson, err, out, print_json, tell
+from .console import AsJson, err, show, tell
 
 app = typer.Typer(no_args_is_help=True, help="Fetch the data sets of the paper.")
 
@@ -25,19 +23,23 @@ def get_command(
     for name in names:
         download.check(name, home)  # before a bar is drawn
     for name in names:
-        with Progress(
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=err
-        ) as bar:
-            tasks: dict[str, TaskID] = {}
-
-            def show(file: str, done: int, total: int | None, bar: Progress = bar, tasks: Any = tasks) -> None:
-                task = tasks.setdefault(file, bar.add_task(file, total=total) if file not in tasks else tasks[file])
-                bar.update(task, completed=done, total=total)
-
-            path = download.get(name, home, show)
-        tell(f"{name}   {path}")
+        tell(f"{name}   {_download(name, home)}")
         for file in download.unchecked(name, home):
             tell(f"no published checksum for {file.name}; its sha256 is {download.digest(file)}")
+
+
+def _download(name: str, home: Path) -> Path:
+    """Downloads a data set with a progress bar per file; returns where it is."""
+    tasks: dict[str, TaskID] = {}
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=err) as bar:
+
+        def update(file: str, done: int, total: int | None) -> None:
+            if file not in tasks:
+                tasks[file] = bar.add_task(file, total=total)
+            bar.update(tasks[file], completed=done, total=total)
+
+        return download.get(name, home, update)
 
 
 @app.command("list")
@@ -45,13 +47,9 @@ def list_command(root: Annotated[Path | None, typer.Option()] = None, as_json: A
     """List the data sets that can be fetched, and those to fetch by hand."""
     home = root or Path(data_home())
     entries = list(download.CATALOGUE.values())
-    if as_json:
-        print_json(
-            [
-                {"name": e.name, "title": e.title, "home": e.home, "megabytes": e.megabytes, "checksum": e.checksum}
-                | {"by_hand": e.by_hand, "here": (home / e.folder).exists()}
-                for e in entries
-            ]
-        )
-        return
-    out.print(tables.catalogue(entries, home))
+    document = [
+        {"name": e.name, "title": e.title, "home": e.home, "megabytes": e.megabytes, "checksum": e.checksum}
+        | {"by_hand": e.by_hand, "here": (home / e.folder).exists()}
+        for e in entries
+    ]
+    show(as_json, document, tables.catalogue(entries, home))

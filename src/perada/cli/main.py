@@ -1,7 +1,5 @@
 """The `perada` command: parse, call, print."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys
@@ -17,6 +15,7 @@ from .. import __version__
 from ..config import in_keys, parse_grid, parse_setting, presets, resolve
 from ..config.objects import about_data
 from ..config.settings import given
+from ..data import build_federation
 from ..errors import InputError, RunError
 from ..lanes.machine import device_of, keep_memory
 from ..methods import REGISTRY, method_sizes
@@ -24,12 +23,12 @@ from ..models import BACKBONES, count_groups, network_of
 from ..report import standings, write_partition, write_report
 from ..report.tensorboard import write_events
 from ..runs.names import chosen_source
-from ..runs.run import Run, load
+from ..runs.run import load
 from ..runs.train import train
 from ..sweep.compare import compare
 from ..sweep.tune import tune
 from . import tables
-from .console import INTERRUPTED, SAID, AsJson, out, print_json, say, tell
+from .console import INTERRUPTED, SAID, AsJson, say, show, tell
 from .data import app as data_app
 from .watch import watched
 
@@ -40,22 +39,31 @@ if find_spec("flwr"):
     from .flower import app as flower_app
 
     app.add_typer(flower_app, name="flower")
+else:
 
-Source = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="PRESET | FILE.toml", help="a preset's name or a TOML file; default digits, or folder with --data"
-    ),
-]
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
+    @app.command("flower", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def no_flower() -> None:
+        """Real federations over a network; needs pip install 'perada[flower]'."""
+        raise InputError("perada flower needs Flower: pip install 'perada[flower]'")
+
+
+def _out(default: str) -> Any:
+    return typer.Option("--out", metavar="DIR", help=f"default {default}")
+
+
+SOURCE_HELP = "a preset's name or a TOML file; default digits, or folder with --data"
 BACKBONE_HELP = f"{', '.join(BACKBONES)}, torchvision:NAME, timm:NAME or package.module:callable"
+DATA_HELP = "your own: site/class/image.png, .npz or .csv"
+Source = Annotated[str | None, typer.Argument(metavar="PRESET | FILE.toml", help=SOURCE_HELP)]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
+Classes = Annotated[int, typer.Option(min=1, help="outputs of the head")]
+Client = Annotated[str, typer.Option(help="whose personal model")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="section.key=value, repeatable")]
 Methods = Annotated[str | None, typer.Option(metavar="A,B,C | all", help="default all")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+NewDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda; default auto")]
 Lanes = Annotated[str | None, typer.Option(metavar="auto | N", help="most lanes at once; auto: as many as fit")]
-DataPath = Annotated[
-    str | None, typer.Option("--data", metavar="PATH", help="your own: site/class/image.png, .npz or .csv")
-]
+DataPath = Annotated[str | None, typer.Option("--data", metavar="PATH", help=DATA_HELP)]
 
 
 def _overrides(sets: Sequence[str] | None, lanes: str | None = None, data: str | None = None) -> dict[str, Any]:
@@ -80,10 +88,8 @@ def train_command(
     data: DataPath = None,
     sets: Sets = None,
     seed: Annotated[int | None, typer.Option(help="of the training; data.seed is the split's")] = None,
-    out_dir: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="default runs/PRESET-METHOD-SEED")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")] = None,
+    out_dir: Annotated[Path | None, _out("runs/PRESET-METHOD-SEED")] = None,
+    device: NewDevice = None,
     lanes: Lanes = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue an unfinished run")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an existing run")] = False,
@@ -106,11 +112,9 @@ def train_command(
             on_round=watch.round,
             say=say,
         )
-    if as_json:
-        print_json({"run": str(run.path), "report": str(run.path / "report.html"), **run.summary})
-        return
-    out.print(tables.results([run]))
-    tell(f"run      {run.path}\nreport   {run.path / 'report.html'}")
+    page = run.path / "report.html"
+    document = {"run": str(run.path), "report": str(page), **run.summary}
+    show(as_json, document, tables.results([run]), f"run      {run.path}\nreport   {page}")
 
 
 @app.command("compare")
@@ -120,16 +124,16 @@ def compare_command(
     seeds: Annotated[int | None, typer.Option(min=1, help="trainings of each method, on one split; default 1")] = None,
     data: DataPath = None,
     sets: Sets = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")] = None,
+    device: NewDevice = None,
     lanes: Lanes = None,
-    out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="default runs/compare-PRESET")] = None,
+    out_dir: Annotated[Path | None, _out("runs/compare-PRESET")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue, method by method; adds what is new")] = False,
     jobs: Annotated[int, typer.Option(min=0, help="runs at once, a thread each; 0: as many as is sensible")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """The paper's table on your data: methods times seeds on one split."""
+    """Make the paper's table on your data: methods times seeds on one split."""
     with watched("compare") as watch:
-        found = compare(
+        comparison = compare(
             source,
             methods=methods,
             seeds=seeds,
@@ -143,14 +147,9 @@ def compare_command(
             on_round=watch.round,
             say=say,
         )
-    table = found.standings()
-    if as_json:
-        print_json({"path": str(found.path), **standings.as_json(table)})
-        return
-    for part in tables.standings(table):
-        out.print(part)
-    tell(f"tables   {found.path}/table.md, .csv, .tex")
-    tell(f"report   {found.path / 'report.html'}")
+    table, path = comparison.standings(), comparison.path
+    files = f"tables   {path}/table.md, .csv, .tex\nreport   {path / 'report.html'}"
+    show(as_json, {"path": str(path), **standings.as_json(table)}, *tables.standings(table), files)
 
 
 @app.command("tune")
@@ -162,14 +161,14 @@ def tune_command(
     grid: Annotated[
         list[str] | None, typer.Option("--grid", metavar="KEY=A,B,...", help="values to try instead, repeatable")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda; default auto")] = None,
-    out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="default runs/tune-PRESET")] = None,
+    device: NewDevice = None,
+    out_dir: Annotated[Path | None, _out("runs/tune-PRESET")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue, point by point")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Learning rates and the methods' own settings by the clients' validation data, never by test data."""
+    """Choose learning rates and the methods' own settings by the clients' validation data, never by test data."""
     with watched("tune") as watch:
-        found = tune(
+        search = tune(
             source,
             methods=methods,
             data=data,
@@ -182,13 +181,10 @@ def tune_command(
             on_round=watch.round,
             say=say,
         )
-    best, path = found.best(), found.path / "tuned.toml"
-    if as_json:
-        print_json({"path": str(path), "chosen": best, "results": found.results()})
-        return
-    out.print(tables.search(found.table()))
-    use = f"perada compare {path} --methods {','.join(best)}"
-    tell(f"wrote {path}; use it with: {use}")
+    best, path = search.best(), search.path / "tuned.toml"
+    use = f"wrote {path}; use it with: perada compare {path} --methods {','.join(best)}"
+    document = {"path": str(path), "chosen": best, "results": search.results()}
+    show(as_json, document, tables.search(search.table()), use)
 
 
 @app.command()
@@ -207,41 +203,35 @@ def evaluate(
     if not names:
         raise InputError("--on: name at least one test set, such as local,global")
     with watched() as watch:
-        found = opened.evaluate(names, watch.copies)
-    if as_json:
-        print_json({"run": str(run), **{k: v.as_dict() for k, v in found.items()}})
-        return
-    out.print(tables.scores(found))
+        scores = opened.evaluate(names, watch.copies)
+    show(as_json, {"run": str(run), **{k: v.as_dict() for k, v in scores.items()}}, tables.scores(scores))
 
 
 @app.command()
 def predict(
     run: RunPath,
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="pictures of any size")],
-    client: Annotated[str, typer.Option(help="whose personal model")],
+    client: Client,
     data: DataPath = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """What one client's personal model sees in images."""
-    found = load(run, data=data, device=device, say=say).predict(client, images)
-    if as_json:
-        print_json(found)
-        return
-    out.print(tables.predictions(found))
+    """Predict what images show, with one client's personal model."""
+    predictions = load(run, data=data, device=device, say=say).predict(client, images)
+    show(as_json, predictions, tables.predictions(predictions))
 
 
 @app.command()
 def export(
     run: RunPath,
-    client: Annotated[str, typer.Option(help="whose personal model")],
+    client: Client,
     out_file: Annotated[
         Path, typer.Option("--out", metavar="FILE", help=".safetensors: weights; .pt2, .onnx: the whole network")
     ],
     merged: Annotated[bool, typer.Option("--merged", help="the whole network instead of the personal part")] = False,
     data: DataPath = None,
 ) -> None:
-    """A client's personal adapter (or merged model) as one file; .onnx needs pip install 'perada[onnx]'."""
+    """Write a client's personal adapter (or merged model) to one file; .onnx needs pip install 'perada[onnx]'."""
     load(run, data=data, say=say).export(client, out_file, merged)
     tell(f"wrote {out_file}")
 
@@ -254,8 +244,8 @@ def report(
         Path | None, typer.Option(metavar="FOLDER", help="also files there for tensorboard --logdir FOLDER")
     ] = None,
 ) -> None:
-    """One self-contained HTML page about one or several runs."""
-    opened: list[Run] = [load(r) for r in runs]
+    """Write one self-contained HTML page about one or several runs."""
+    opened = [load(r) for r in runs]
     if tensorboard is not None:
         write_events([(r.path.resolve().name, r.folder.evaluations()) for r in opened], tensorboard)
         tell(f"wrote {tensorboard}")
@@ -272,82 +262,60 @@ def partition(
     out_file: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="a picture of it")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Who holds what, and how unlike the clients are."""
-    from ..data import build_federation
-
+    """Show which client has which data, and how unlike the clients are."""
     config = resolve(chosen_source(source, data), _overrides(sets, data=data))
     federation = build_federation(config.data, device_of("cpu"))
     for line in about_data(federation):
         say(line)
     if out_file is not None:
         write_partition(federation, out_file)
-    if as_json:
-        print_json(tables.partition_json(federation))
-        return
-    out.print(tables.partition(federation))
-    if out_file is not None:
-        tell(f"wrote {out_file}")
+    wrote = [] if out_file is None else [f"wrote {out_file}"]
+    show(as_json, tables.partition_json(federation), tables.partition(federation), *wrote)
 
 
 @app.command()
 def params(
     backbone: Annotated[str, typer.Argument(metavar="BACKBONE", help=BACKBONE_HELP)],
-    classes: Annotated[int, typer.Option(min=1, help="outputs of the head")] = 10,
+    classes: Classes = 10,
     as_json: AsJson = False,
 ) -> None:
-    """Parameter groups of a backbone with adapters, buffers (running statistics) beside them."""
+    """Count a backbone's parameters, adapters and buffers (running statistics), group by group."""
     groups = count_groups(backbone, classes)
-    if as_json:
-        counts = {name: group["parameters"] for name, group in groups.items()}
-        buffers = {name: group["buffers"] for name, group in groups.items()}
-        print_json({"backbone": backbone, "classes": classes, **counts, "buffers": buffers})
-        return
-    out.print(tables.groups(backbone, classes, groups))
+    counts = {name: group["parameters"] for name, group in groups.items()}
+    buffers = {name: group["buffers"] for name, group in groups.items()}
+    document = {"backbone": backbone, "classes": classes, **counts, "buffers": buffers}
+    show(as_json, document, tables.groups(backbone, classes, groups))
 
 
 @app.command()
 def methods(
     backbone: Annotated[str, typer.Option(metavar="BACKBONE", help=BACKBONE_HELP)] = "resnet18",
-    classes: Annotated[int, typer.Option(min=1, help="outputs of the head")] = 10,
+    classes: Classes = 10,
     as_json: AsJson = False,
 ) -> None:
     """List the methods, with the parameters that a client trains and sends per round."""
     network_of(backbone, classes)  # an unknown backbone is an error; a method that does not fit it is left out
-    found = {}
+    sizes = {}
     for name in REGISTRY:
         try:
-            found[name] = method_sizes(name, backbone, classes)
+            sizes[name] = method_sizes(name, backbone, classes)
         except InputError as error:
             say(f"{name} cannot train {backbone}: {error}")
-    if as_json:
-        print_json([{"name": name, **sizes} for name, sizes in found.items()])
-        return
-    out.print(tables.methods(found, backbone, classes))
+    show(as_json, [{"name": name, **size} for name, size in sizes.items()], tables.methods(sizes, backbone, classes))
 
 
 @app.command("presets")
 def presets_command(as_json: AsJson = False) -> None:
-    """The settings that come with the package."""
-    if as_json:
-        print_json([{"name": name, "description": text} for name, text in presets().items()])
-        return
-    out.print(tables.presets(presets()))
-
-
-if not find_spec("flwr"):
-
-    @app.command("flower", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-    def no_flower() -> None:
-        """Real federations over a network; needs pip install 'perada[flower]'."""
-        raise InputError("perada flower needs Flower: pip install 'perada[flower]'")
+    """List the settings that come with the package."""
+    show(as_json, [{"name": name, "description": text} for name, text in presets().items()], tables.presets(presets()))
 
 
 # typer carries its own copy of click in newer versions: take the class from what it exports.
-_UsageError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+_UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 def main(arguments: Sequence[str] | None = None, app: typer.Typer = app) -> int:
-    """Exit codes: 0 done, 1 failed while running, 2 bad input, 130 interrupted."""
+    """Runs one command. Returns 0 if it is done, 1 if it failed, 2 for bad input and 130 if it was interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -359,15 +327,11 @@ def main(arguments: Sequence[str] | None = None, app: typer.Typer = app) -> int:
         return INTERRUPTED if code == SAID else code if isinstance(code, int) else 0
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # a group of commands without one
-            print(error.format_message() if hasattr(error, "format_message") else error, file=sys.stderr)
+            print(error.format_message(), file=sys.stderr)
             return 2
-        text = error.format_message() if hasattr(error, "format_message") else str(error)
-        parts = re.split(r"\s+(?=Did you mean)", text)  # typer has a hint, and so has click: once is enough
-        return _complain(" ".join(dict.fromkeys(parts)), 2)
-    except InputError as error:
-        return _complain(str(error), 2)
-    except RunError as error:
-        return _complain(str(error), 1)
+        return _complain(_as_setting(error, words) or _with_one_hint(error.format_message()), 2)
+    except (InputError, RunError) as error:
+        return _complain(str(error), 2 if isinstance(error, InputError) else 1)
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -378,6 +342,22 @@ def main(arguments: Sequence[str] | None = None, app: typer.Typer = app) -> int:
 def _complain(text: str, code: int) -> int:
     print(f"error: {in_keys(' '.join(text.split()))}", file=sys.stderr)
     return code
+
+
+def _with_one_hint(text: str) -> str:
+    """Returns a message without its second `Did you mean`: typer adds one, and so does click."""
+    return " ".join(dict.fromkeys(re.split(r"\s+(?=Did you mean)", text)))
+
+
+def _as_setting(error: Any, words: Sequence[str]) -> str:
+    """Returns how to give an unknown option as a setting; empty if no key has its name."""
+    if type(error).__name__ != "NoSuchOption" or not any(p.name == "sets" for p in error.ctx.command.params):
+        return ""
+    option = error.option_name
+    keys = [key for key in resolve().flat() if key.partition(".")[2] == option.strip("-").replace("-", "_")]
+    value = " ".join(words).partition(option)[2].lstrip(" =").partition(" ")[0] or "VALUE"
+    ways = " or ".join(f"--set {key}={value}" for key in keys)
+    return f"no option {option}: settings are given by {ways}" if ways else ""
 
 
 def script() -> None:

@@ -1,10 +1,8 @@
-"""What the command line prints."""
-
-from __future__ import annotations
+"""The tables that the command line prints."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -18,9 +16,7 @@ from ..report.facts import unlikeness
 from ..report.standings import PERSONAL, Standings, parts
 from ..report.svg import millions
 from ..runs.rows import Evaluation
-
-if TYPE_CHECKING:
-    from ..runs.run import Run
+from ..runs.run import Run
 
 SHADES = "·░▒▓█"
 
@@ -76,31 +72,32 @@ def _kept(last: Evaluation, guarded: bool) -> str:
     return f"{last.accepted} of {last.distilled}" if guarded else "all"
 
 
-def standings(found: Standings) -> list[Table]:
+def standings(ranking: Standings) -> list[Table]:
     """Returns the paper's table of a comparison: personal models, then the global ones if there are any."""
     tables: list[Table] = []
-    for head, rows in parts(found, {"best": "[bold]{}[/]", "next": "[underline]{}[/]", "": "{}"}):
-        table = house_table(None if tables else found.about(), *head)
+    for head, rows in parts(ranking, {"best": "[bold]{}[/]", "next": "[underline]{}[/]", "": "{}"}):
+        table = house_table(None if tables else ranking.about(), *head)
         for name, *rest in rows:
             table.add_row(name, *map(Text.from_markup, rest))
         tables.append(table)
     tables[0].caption = "best in bold, runner-up underlined; trained and sent: parameters per client and round"
-    tables[-1].caption = "± std over seeds" if found.seeds > 1 and len(tables) > 1 else tables[-1].caption
+    tables[-1].caption = "± std over seeds" if ranking.seeds > 1 and len(tables) > 1 else tables[-1].caption
     return tables
 
 
-def scores(found: Mapping[str, Scores]) -> Table:
-    table = house_table("personal models, in %", "client", *found)
-    for client in next(iter(found.values())).per_client:
-        row = [s.per_client[client] for s in found.values()]
+def scores(sets: Mapping[str, Scores]) -> Table:
+    """Returns one row per client and one column per test set, with the means; then the AUC per label."""
+    table = house_table("personal models, in %", "client", *sets)
+    for client in next(iter(sets.values())).per_client:
+        row = [s.per_client[client] for s in sets.values()]
         table.add_row(client, *("n/a" if v is None else f"{v:.2f}" for v in row))
     table.add_section()
-    table.add_row("mean ± std", *(spread(s) for s in found.values()))
-    labels = next(iter(found.values())).per_label or {}
+    table.add_row("mean ± std", *(spread(s) for s in sets.values()))
+    labels = next(iter(sets.values())).per_label or {}
     if labels:
         table.add_section()
     for label in labels:
-        values = [(s.per_label or {}).get(label) for s in found.values()]
+        values = [(s.per_label or {}).get(label) for s in sets.values()]
         table.add_row(f"AUC of {label}", *("undefined" if v is None else f"{v:.2f}" for v in values))
     return table
 
@@ -115,15 +112,17 @@ def catalogue(entries: Sequence[Entry], home: Path) -> Table:
     return table
 
 
-def predictions(found: Sequence[Mapping[str, Any]]) -> Table:
+def predictions(images: Sequence[Mapping[str, Any]]) -> Table:
+    """Returns the most probable classes of each image, or all labels of multi-label data."""
     table = house_table(None, "image", "prediction")
-    for one in found:
+    for one in images:
         best = list(one["probabilities"].items())[: None if one["multilabel"] else 3]
         table.add_row(one["image"], ", ".join(f"{name} {p:.1%}" for name, p in best))
     return table
 
 
 def partition(federation: Federation) -> Table:
+    """Returns which client has how many samples of which class."""
     counts = federation.label_counts()
     width = sum(max(len(name), len(str(counts[:, i].max()))) + 1 for i, name in enumerate(federation.classes))
     few = federation.classes if width <= 40 else ()  # one column per class, where they fit
@@ -153,34 +152,36 @@ def partition_json(federation: Federation) -> dict[str, Any]:
     }
 
 
-def groups(backbone: str, classes: int, found: Mapping[str, Mapping[str, int]]) -> Table:
+def groups(backbone: str, classes: int, sizes: Mapping[str, Mapping[str, int]]) -> Table:
+    """Returns the number of parameters and buffers per group of a network."""
     table = house_table(f"{backbone}, {classes} classes", "group", "parameters", "of full", "buffers")
-    for name, size in found.items():
-        share = size["parameters"] / found["full"]["parameters"]
+    for name, size in sizes.items():
+        share = size["parameters"] / sizes["full"]["parameters"]
         table.add_row(name, f"{size['parameters']:,}", f"{share:.1%}", f"{size['buffers']:,}")
     return table
 
 
-def methods(found: Mapping[str, Mapping[str, int]], backbone: str, classes: int) -> Table:
+def methods(sizes: Mapping[str, Mapping[str, int]], backbone: str, classes: int) -> Table:
+    """Returns the number of parameters that a client trains and sends, per method."""
     title = f"parameters per client and round ({backbone}, {classes} classes)"
     table = house_table(title, "method", "trained", "sent")
-    for name, size in found.items():
+    for name, size in sizes.items():
         table.add_row(name, f"{size['trained']:,}", f"{size['communicated']:,}")
     return table
 
 
-def presets(found: Mapping[str, str]) -> Table:
+def presets(descriptions: Mapping[str, str]) -> Table:
     table = Table(show_header=False, box=None)
-    for name, text in found.items():
+    for name, text in descriptions.items():
         table.add_row(name, text)
     return table
 
 
-def search(found: Sequence[Mapping[str, Any]]) -> Table:
+def search(choices: Sequence[Mapping[str, Any]]) -> Table:
     """Returns what a search chose for each method."""
     table = house_table("chosen by local validation data", "method", "points", "local_val", "settings")
     table.columns[-1].justify = "left"
-    for row in found:
+    for row in choices:
         settings = ", ".join(f"{key} = {value}" for key, value in row["settings"].items())
         table.add_row(row["method"], str(row["points"]), f"{row['local_val']:.2f}", settings)
     return table

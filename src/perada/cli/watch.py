@@ -1,7 +1,5 @@
 """Progress of long work, on standard error."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Iterator

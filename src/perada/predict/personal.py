@@ -20,7 +20,7 @@ from ..config import Config
 from ..data import Federation, read_image
 from ..errors import InputError
 from ..lanes import LaneModel, State
-from ..runs.folder import write_atomic
+from ..runs.folder import write_output
 
 ENDINGS = (".safetensors", ".pt2", ".onnx")
 
@@ -78,10 +78,7 @@ class PersonalModel:
             one = {n: t[0] for part in (self.state.params, self.state.buffers) for n, t in part.items()}
             tensors = self.module().state_dict() if merged else one
             content = save({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, self._notes())
-        try:
-            write_atomic(out, content)
-        except OSError as error:
-            raise InputError(f"cannot write {out}: {error.strerror}") from error
+        write_output(out, content)
 
     @property
     def _size(self) -> list[int]:

@@ -1,23 +1,19 @@
 """What a report says about a run, read from its folder once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 
+from ..config import Config
+from ..data import Federation
 from ..errors import Damaged, InputError
 from ..methods import method_sizes
 from ..models import count_groups
 from ..runs.rows import Evaluation
-
-if TYPE_CHECKING:
-    from ..config import Config
-    from ..data import Federation
-    from ..runs.run import Run
+from ..runs.run import Run
 
 PERSONAL = {
     "local_test": ("Local-test", "each client's personal model on that client's own test images"),
@@ -46,7 +42,7 @@ class Holdings:
     sizes: list[tuple[int, int, int]]  # train, val, test
 
     @classmethod
-    def of(cls, federation: Federation) -> Holdings:
+    def of(cls, federation: Federation) -> Self:
         sizes = [(len(c.train), len(c.val), len(c.test)) for c in federation.clients]
         names = tuple(c.name for c in federation.clients)
         return cls(tuple(federation.classes), names, federation.label_counts().tolist(), sizes)

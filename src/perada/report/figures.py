@@ -1,14 +1,15 @@
 """The report's pictures: curves over rounds, scores per client, and who holds what."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Self
+
+from rich.cells import cell_len
 
 from .facts import Holdings
-from .svg import WIDTH, Frame, colour, dash, element, length, line, number, picture, shorten, text, ticks
+from .svg import WIDTH, Frame, colour, dash, element, human_bytes, line, number, picture, shorten, text, ticks
 
 Point = tuple[int, float | None, float | None]  # round, value, standard deviation
 MOST_HOVERS = 3000  # bubbles in a picture; with more of them, none has a text on hover
@@ -28,24 +29,15 @@ class Series:
         return [(r, v, s) for r, v, s in self.points if v is not None]
 
 
-def percent(value: float) -> str:
-    return f"{value:.2f}"
-
-
-def curves(
-    label: str,
-    series: Sequence[Series],
-    show: Callable[[float], str] = percent,
-    tick: Callable[[float], str] = number,
-    bounded: bool = True,
-) -> str:
-    """Draws lines over rounds; a single one has its standard deviation as a band. `bounded`: within 0 to 100."""
-    band = bounded and len(series) == 1
-    frame = _frame(series, band, bounded, max([len(show(s.known[-1][1])) for s in series if s.known] or [0]))
+def curves(label: str, series: Sequence[Series], in_bytes: bool = False) -> str:
+    """Draws lines over rounds, in percent or bytes; a single one in percent has its standard deviation as a band."""
+    show: Callable[[float], str] = human_bytes if in_bytes else "{:.2f}".format
+    band = not in_bytes and len(series) == 1
+    frame = _frame(series, band, in_bytes, max([len(show(s.known[-1][1])) for s in series if s.known] or [0]))
     if frame is None:
         nothing = text(WIDTH / 2, 60, "nothing measured", "faint", "middle")
         return picture(WIDTH, 120, f"{label}: nothing measured", nothing)
-    parts = _axes(frame, tick)
+    parts = _axes(frame, human_bytes if in_bytes else number)
     for one in reversed(series):  # the first one on top
         parts += _curve(frame, one, show, band)
     parts += _ends(frame, [s for s in series if s.known], show) if len(series) < 4 else []
@@ -53,19 +45,20 @@ def curves(
     return picture(WIDTH, 214, f"{label} over rounds, at the end: {ends}", *parts)
 
 
-def _frame(series: Sequence[Series], band: bool, bounded: bool, letters: int) -> Frame | None:
+def _frame(series: Sequence[Series], band: bool, in_bytes: bool, letters: int) -> Frame | None:
+    """Returns the panel that holds all values, with space for the `letters` of the last ones; None without values."""
     known = [p for s in series for p in s.known]
     if not known:
         return None
     edges = [v + sign * ((s or 0.0) if band else 0.0) for _, v, s in known for sign in (-1, 1)]
     low, high = min(edges), max(edges)
-    if bounded:
+    if in_bytes:
+        low, high = 0.0, max(high * 1.08, 1.0)
+    else:
         margin = max(1.0, 0.08 * (high - low))
         low, high = max(0.0, low - margin), min(100.0, high + margin)
-    else:
-        low, high = 0.0, max(high * 1.08, 1.0)
     rounds = [r for r, _, _ in known]
-    return Frame(min(rounds), max(rounds), low, high, right=WIDTH - 8 - 7.2 * letters)  # space for the last values
+    return Frame(min(rounds), max(rounds), low, high, right=WIDTH - 8 - 7.2 * letters)
 
 
 def _axes(f: Frame, tick: Callable[[float], str]) -> list[str]:
@@ -126,8 +119,8 @@ class Rows:
     left: float
 
     @classmethod
-    def of(cls, names: Sequence[str]) -> Rows:
-        longest = max([min(length(n), 16) for n in names] or [0])
+    def of(cls, names: Sequence[str]) -> Self:
+        longest = max([min(cell_len(n), 16) for n in names] or [0])
         return cls(names, 19 if len(names) <= 60 else 14, 12 + 6.6 * longest)
 
     def y(self, row: int) -> float:
@@ -200,7 +193,7 @@ def bubbles(holdings: Holdings) -> str:
     cell = min(64.0, max(14.0, 680 / max(1, len(holdings.classes))))
     rows = Rows.of(holdings.clients)
     rows = Rows(rows.names, rows.step if len(rows.names) > 40 else max(rows.step, min(27, int(cell))), rows.left)
-    longest = max(map(length, holdings.classes), default=0)
+    longest = max(map(cell_len, holdings.classes), default=0)
     tilted = longest * 7 > cell - 4
     head = 18 + (min(16, longest) * 5.2 if tilted else 0)
     parts = [element("g", *_grid(rows, cell, holdings), transform=f"translate(0 {number(head - 10)})")]

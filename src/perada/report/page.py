@@ -1,14 +1,17 @@
-"""The HTML page about runs: its pictures and numbers. page.html says where they go and escapes every text."""
-
-from __future__ import annotations
+"""The HTML page about runs: its pictures and numbers. page.html arranges them and escapes every text."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .facts import PERSONAL, SERVER, Facts, Holdings, mean_and_std, unlikeness
+from ..data import Federation
+from ..errors import InputError
+from ..runs.folder import write_output
+from ..runs.run import Run
+from .facts import PERSONAL, SERVER, Facts, Holdings, gather_facts, mean_and_std, unlikeness
 from .figures import Series, bars, bubbles, curves, dots
 from .standings import places
 from .svg import colour, dash, human_bytes, millions
@@ -33,42 +36,49 @@ class Tile(NamedTuple):
     share: str = ""
 
 
-def page(runs: Sequence[Facts]) -> str:
-    alike = len(runs) > 1 and len({(r.data, r.unit) for r in runs}) == 1
-    unit = common(r.unit for r in runs)
-    return _render(
-        title=f"{runs[0].label if len(runs) == 1 else f'{len(runs)} runs'} on {common(r.data for r in runs)}",
-        runs=runs,
-        several=len(runs) > 1,
-        setup=list(_setup(runs)),
-        tiles=list(_tiles(runs)),
+def write_report(runs: Sequence[Run], out: Path) -> None:
+    """Writes a page about these runs to `out`; the same runs give the same bytes."""
+    if not runs:
+        raise InputError("nothing to report on: name at least one run folder")
+    facts = gather_facts(runs)
+    several, unit = len(facts) > 1, common(f.unit for f in facts)
+    alike = several and len({(f.data, f.unit) for f in facts}) == 1
+    _write(
+        out,
+        title=f"{f'{len(facts)} runs' if several else facts[0].label} on {common(f.data for f in facts)}",
+        runs=facts,
+        several=several,
+        setup=list(_setup(facts)),
+        tiles=list(_tiles(facts)),
         unit=unit[0].upper() + unit[1:],
         splits=SPLITS,
         alike=alike,
-        places={n: _places(runs, n) if alike else [""] * len(runs) for n in SPLITS},
-        over_rounds=_over_rounds(runs) if any(r.rows for r in runs) else None,
-        by_client=_by_client(runs),
+        places={n: _places(facts, n) if alike else [""] * len(facts) for n in SPLITS},
+        over_rounds=_over_rounds(facts) if any(f.rows for f in facts) else None,
+        by_client=_by_client(facts),
         numbers=[("local_val", "Local-validation"), *((n, title) for n, (title, _) in PERSONAL.items())],
-        holdings=_holdings(runs),
-        communication=_communication(runs),
+        holdings=_holdings(facts),
+        communication=_communication(facts),
     )
 
 
-def partition_page(data: str, holdings: Holdings) -> str:
-    """Who holds what, alone."""
+def write_partition(federation: Federation, out: Path) -> None:
+    """Writes a page that shows how many samples of which class each client has."""
+    holdings = Holdings.of(federation)
     apart = f"Mean total-variation distance between two clients' labels: {unlikeness(np.array(holdings.counts)):.2f}."
-    drawing = Figure("", f"{BUBBLES} {apart}", bubbles(holdings), "scroll tall")
-    return _render(title=f"{data}: who holds what", data=data, runs=(), holdings=[drawing])
+    figure = Figure("", f"{BUBBLES} {apart}", bubbles(holdings), "scroll tall")
+    _write(out, title=f"{federation.name}: who holds what", data=federation.name, runs=(), holdings=[figure])
 
 
-def _render(**values: Any) -> str:
+def _write(out: Path, **values: Any) -> None:
     from jinja2 import Environment, StrictUndefined  # here, not above: only a report needs it
 
-    found = {name: (resources.files(__package__) / name).read_text("utf8") for name in ("page.html", "style.css")}
+    files = {name: (resources.files(__package__) / name).read_text("utf8") for name in ("page.html", "style.css")}
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["millions"] = millions
     environment.globals |= {"colour": colour, "dash": dash, "costs": _costs, "machine": _machine}
-    return environment.from_string(found["page.html"]).render(style=found["style.css"], **values)
+    text = environment.from_string(files["page.html"]).render(style=files["style.css"], **values)
+    write_output(out, text.encode("utf-8", "replace"))  # a file name may have bytes that are not text
 
 
 def common(values: Iterable[Any]) -> str:
@@ -96,7 +106,7 @@ def _clients(run: Facts) -> tuple[int, int | str]:
 
 
 def _tiles(runs: Sequence[Facts]) -> Iterator[Tile]:
-    """The run's numbers; of several runs the best of the finished ones."""
+    """Yields the run's numbers; of several runs the best of the finished ones."""
     finished = [r for r in runs if r.finished] or runs
     for split, (title, about) in PERSONAL.items():
         scores = [(r.label, *r.score(split)) for r in finished]
@@ -117,7 +127,7 @@ def _tiles(runs: Sequence[Facts]) -> Iterator[Tile]:
 
 
 def _places(runs: Sequence[Facts], split: str) -> Sequence[str]:
-    """Best and runner-up; unfinished runs do not compete."""
+    """Returns best and runner-up; unfinished runs do not compete."""
     return places([r.score(split)[0] if r.finished else None for r in runs])
 
 
@@ -147,7 +157,7 @@ def _by_client(runs: Sequence[Facts]) -> list[Figure]:
 
 
 def _holdings(runs: Sequence[Facts]) -> list[Figure]:
-    """Each partition once."""
+    """Returns a picture per partition; runs on the same one share it."""
     shown: list[tuple[Holdings, str]] = []
     for r in runs:
         if r.holdings and all(r.holdings != known for known, _ in shown):
@@ -156,20 +166,17 @@ def _holdings(runs: Sequence[Facts]) -> list[Figure]:
 
 
 def _communication(runs: Sequence[Facts]) -> Figure:
-    start = (0, 0.0, None)
+    def line(label: str, index: int, run: Facts, *directions: str) -> Series:
+        points = [(row.round, float(sum(getattr(row, name) for name in directions)), None) for row in run.rows]
+        return Series(label, index, [(0, 0.0, None), *points])
+
     if len(runs) == 1:
-        about, rows = "All clients together, since the start.", runs[0].rows
-        lines = [
-            Series("from clients", 4, [start, *((row.round, float(row.bytes_up), None) for row in rows)]),
-            Series("to clients", 5, [start, *((row.round, float(row.bytes_down), None) for row in rows)]),
-        ]
+        about = "All clients together, since the start."
+        lines = [line("from clients", 4, runs[0], "bytes_up"), line("to clients", 5, runs[0], "bytes_down")]
     else:
         about = "To and from all clients together, since the start."
-        lines = [
-            Series(r.label, i, [start, *((row.round, float(row.bytes_up + row.bytes_down), None) for row in r.rows)])
-            for i, r in enumerate(runs)
-        ]
-    return Figure("Communicated bytes", about, curves("Communicated", lines, human_bytes, human_bytes, bounded=False))
+        lines = [line(r.label, i, r, "bytes_up", "bytes_down") for i, r in enumerate(runs)]
+    return Figure("Communicated bytes", about, curves("Communicated", lines, in_bytes=True))
 
 
 def _costs(run: Facts) -> list[str]:

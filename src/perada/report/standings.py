@@ -1,9 +1,8 @@
 """The paper's tables from finished runs, one row per method: as Markdown, CSV, LaTeX or JSON."""
 
-from __future__ import annotations
-
 import csv
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +17,8 @@ from .svg import millions
 Place = Literal["best", "next", ""]
 # Mean; std over clients (mean over seeds), None for the global model; std over seeds, None for one seed.
 Number = tuple[float, float | None, float | None] | None
+STATISTICS = ("mean", "std_clients", "std_seeds")  # a Number's names in files
+Part = tuple[list[str], list[list[str]]]  # a table's head and rows
 PERSONAL = {"local_test": "Local-test", "global_test": "Global-test", "shifted": "shifted"}
 GLOBAL = {"global_test": "Global-test", "shifted": "shifted"}
 
@@ -41,19 +42,6 @@ class Standings:
     @property
     def seeds(self) -> int:
         return max((r.seeds for r in self.rows), default=0)
-
-    @property
-    def columns(self) -> list[str]:
-        """The splits that any run measured."""
-        return [key for key in PERSONAL if any(r.personal[key] for r in self.rows)]
-
-    @property
-    def server_columns(self) -> list[str]:
-        return [key for key in GLOBAL if any(r.server[key] for r in self.rows)]
-
-    def heads(self) -> tuple[list[str], list[str]]:
-        first = ["method", "trained", "sent", *(PERSONAL[key] for key in self.columns)]
-        return first, ["global model of", *(GLOBAL[key] for key in self.server_columns)]
 
     def about(self) -> str:
         over = f", mean of {self.seeds} seeds" if self.seeds > 1 else ""
@@ -89,7 +77,7 @@ def _row(method: str, seeds: Sequence[Mapping[str, Any]]) -> Row:
 
 
 def _number(scores: Sequence[tuple[float | None, float | None]]) -> Number:
-    """None where any of the seeds has no value: a mean of fewer seeds would not compare."""
+    """Returns the mean over seeds; None if a seed has no value, since a mean of fewer seeds would not compare."""
     means = [mean for mean, _ in scores if mean is not None]
     if len(means) < len(scores):
         return None
@@ -108,33 +96,43 @@ def places(values: Sequence[float | None]) -> list[Place]:
     return ["" if v is None else first.get(v, "") for v in shown]
 
 
-def parts(table: Standings, marks: Mapping[Place, str]) -> list[tuple[list[str], list[list[str]]]]:
+def parts(table: Standings, marks: Mapping[Place, str]) -> list[Part]:
     """Returns head and rows of the personal models' table and, where there are global models, of theirs.
 
     `marks` says how a best value, a runner-up and another value are written.
     """
-    head, server_head = table.heads()
-    personal = [[r.method, millions(r.trained), millions(r.communicated)] for r in table.rows]
-    for key in table.columns:
-        _add(personal, [r.personal[key] for r in table.rows], marks, spread=1)
+    sizes = [[r.method, millions(r.trained), millions(r.communicated)] for r in table.rows]
+    personal = ["method", "trained", "sent"], sizes
+    _add_columns(personal, PERSONAL, [r.personal for r in table.rows], marks, spread=1)
     with_server = [r for r in table.rows if any(r.server.values())]
-    server = [[r.method] for r in with_server]
-    for key in table.server_columns:
-        _add(server, [r.server[key] for r in with_server], marks, spread=2 if table.seeds > 1 else 0)
-    return [(head, personal), (server_head, server)] if server else [(head, personal)]
+    server = ["global model of"], [[r.method] for r in with_server]
+    _add_columns(server, GLOBAL, [r.server for r in with_server], marks, spread=2 if table.seeds > 1 else 0)
+    return [personal, server] if with_server else [personal]
 
 
-def _add(rows: list[list[str]], numbers: list[Number], marks: Mapping[Place, str], spread: int) -> None:
-    """Adds a column. `spread` says which of the two standard deviations follows a mean, 0 for none."""
-    for row, number, place in zip(rows, numbers, places([n and n[0] for n in numbers]), strict=True):
-        deviation = f" ± {number[spread]:.2f}" if number and spread and number[spread] is not None else ""
-        row.append("n/a" if number is None else marks[place].format(f"{number[0]:.2f}") + deviation)
+def _add_columns(
+    part: Part,
+    titles: Mapping[str, str],
+    numbers: Sequence[Mapping[str, Number]],
+    marks: Mapping[Place, str],
+    spread: int,
+) -> None:
+    """Adds a column per split that any run measured. `spread`: the place of a deviation in a Number, 0 for none."""
+    head, rows = part
+    for split, title in titles.items():
+        column = [of[split] for of in numbers]
+        if not any(column):
+            continue
+        head.append(title)
+        for row, number, place in zip(rows, column, places([n and n[0] for n in column]), strict=True):
+            deviation = f" ± {number[spread]:.2f}" if number and spread and number[spread] is not None else ""
+            row.append("n/a" if number is None else marks[place].format(f"{number[0]:.2f}") + deviation)
 
 
 def markdown(table: Standings) -> str:
-    found = parts(table, {"best": "**{}**", "next": "<u>{}</u>", "": "{}"})
+    shown = parts(table, {"best": "**{}**", "next": "<u>{}</u>", "": "{}"})
     head = table.about() + ". Best in bold, runner-up underlined."
-    return "\n\n".join([head, *("\n".join(pipes(*part)) for part in found)]) + "\n"
+    return "\n\n".join([head, *("\n".join(pipes(*part)) for part in shown)]) + "\n"
 
 
 def pipes(head: Sequence[str], rows: list[list[str]]) -> list[str]:
@@ -143,8 +141,8 @@ def pipes(head: Sequence[str], rows: list[list[str]]) -> list[str]:
 
 
 def latex(table: Standings) -> str:
-    found = parts(table, {"best": r"\textbf{{{}}}", "next": r"\underline{{{}}}", "": "{}"})
-    return f"% {table.about()}; needs booktabs\n" + "\n\n".join("\n".join(_tabular(*part)) for part in found) + "\n"
+    shown = parts(table, {"best": r"\textbf{{{}}}", "next": r"\underline{{{}}}", "": "{}"})
+    return f"% {table.about()}; needs booktabs\n" + "\n\n".join("\n".join(_tabular(*part)) for part in shown) + "\n"
 
 
 def _tabular(head: Sequence[str], rows: list[list[str]]) -> list[str]:
@@ -158,33 +156,29 @@ def _tabular(head: Sequence[str], rows: list[list[str]]) -> list[str]:
 def comma_separated(table: Standings) -> str:
     """Returns every number, unrounded; std_clients is the mean over seeds of the deviation over clients."""
     out = io.StringIO()
-    columns = [*((f"{k}", "personal", k) for k in PERSONAL), *((f"global_model_{k}", "server", k) for k in GLOBAL)]
-    names = [f"{c}_{part}" for c, _, _ in columns for part in ("mean", "std_clients", "std_seeds")]
     write = csv.writer(out, lineterminator="\n")
+    columns = [*PERSONAL, *(f"global_model_{split}" for split in GLOBAL)]
+    names = [f"{column}_{statistic}" for column in columns for statistic in STATISTICS]
     write.writerow(["method", "seeds", "trained", "communicated", *names])
     for r in table.rows:
-        numbers = [getattr(r, which)[key] or (None, None, None) for _, which, key in columns]
-        write.writerow([r.method, r.seeds, r.trained, r.communicated, *(x for n in numbers for x in n)])
+        numbers = [number or (None, None, None) for number in (*r.personal.values(), *r.server.values())]
+        write.writerow([r.method, r.seeds, r.trained, r.communicated, *itertools.chain(*numbers)])
     return out.getvalue()
 
 
 def as_json(table: Standings) -> dict[str, Any]:
     def numbers(of: dict[str, Number]) -> dict[str, Any]:
-        names = ("mean", "std_clients", "std_seeds")
-        return {key: dict(zip(names, n, strict=True)) if n else None for key, n in of.items()}
+        return {split: dict(zip(STATISTICS, number, strict=True)) if number else None for split, number in of.items()}
 
-    return {
-        "data": table.data,
-        "metric": table.unit,
-        "methods": [
-            {
-                "name": r.method,
-                "seeds": r.seeds,
-                "trained": r.trained,
-                "communicated": r.communicated,
-                **numbers(r.personal),
-                "global_model": numbers(r.server) if any(r.server.values()) else None,
-            }
-            for r in table.rows
-        ],
-    }
+    rows = [
+        {
+            "name": r.method,
+            "seeds": r.seeds,
+            "trained": r.trained,
+            "communicated": r.communicated,
+            **numbers(r.personal),
+            "global_model": numbers(r.server) if any(r.server.values()) else None,
+        }
+        for r in table.rows
+    ]
+    return {"data": table.data, "metric": table.unit, "methods": rows}

@@ -1,11 +1,10 @@
 """Small pieces of SVG. Colours are classes and variables of the page's CSS, so pictures follow its colour scheme."""
 
-from __future__ import annotations
-
 import math
-import unicodedata
 from dataclasses import dataclass
 from html import escape
+
+from rich.cells import cell_len, set_cell_size
 
 WIDTH = 360  # of a panel: a phone's width, so that text has the same size everywhere
 COLOURS, DASHES = 8, ("", "6 3", "2 3")  # a ninth line has the first one's colour, dashed
@@ -52,20 +51,9 @@ def dash(index: int) -> str:
     return DASHES[index // COLOURS % len(DASHES)]
 
 
-def length(words: str) -> int:
-    """Returns the width in letters; an East Asian letter is as wide as two."""
-    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in words)
-
-
 def shorten(words: str, most: int) -> str:
-    if length(words) <= most:
-        return words
-    kept = ""
-    for letter in words:
-        if length(kept + letter) >= most:
-            break
-        kept += letter
-    return kept + "…"
+    """Returns at most `most` cells of text; an East Asian letter has two."""
+    return words if cell_len(words) <= most else set_cell_size(words, most - 1) + "…"
 
 
 def ticks(low: float, high: float, most: int = 6, whole: bool = False) -> list[float]:

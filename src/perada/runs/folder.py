@@ -63,6 +63,16 @@ def write_atomic(path: Path, data: bytes) -> None:
     os.replace(part, path)
 
 
+def write_output(path: Path, data: bytes, parents: bool = False) -> None:
+    """Writes a file that the user named, with its `parents` if they may be missing; InputError if it cannot."""
+    try:
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, data)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
 @contextmanager
 def locked(path: Path, wait: float | None = None, busy: Exception | None = None) -> Iterator[None]:
     """Lets one process at a time work in a folder.

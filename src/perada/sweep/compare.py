@@ -1,9 +1,8 @@
 """Several methods and seeds on one split: a folder of runs and the paper's table of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -89,9 +88,8 @@ def compare(
     federation = check_all(new[1].values()) if new else None
     with comparison.working(*new):
         federation = federation or _continue(comparison, source, methods, seeds, settings)
-        train_run = _trainer(comparison, here, federation)
-        factory = _worker, comparison.path, here
-        train_all(comparison, train_run, jobs, federation.device, on_run, on_round, say, factory)
+        factory = partial(_trainer, comparison, here)
+        train_all(comparison, factory(federation), jobs, federation.device, on_run, on_round, say, factory)
         comparison.after_each()
         write_report(comparison.runs, comparison.path / "report.html")
     return comparison
@@ -150,14 +148,10 @@ def _configs(source: str, plan: Mapping[str, Any]) -> dict[str, Config]:
     }
 
 
-def _worker(path: Path, here: Settings) -> Train:
-    """Returns what a process of its own does with the name of a run."""
-    comparison = Comparison(path)
-    first = comparison.config(comparison.names[0], here)
-    return _trainer(comparison, here, federation_of(first))
+def _trainer(comparison: Comparison, here: Settings, federation: Federation | None = None) -> Train:
+    """Returns what trains a run by its name. Loads the data if they are not given, as in another process."""
+    data = federation or federation_of(comparison.config(comparison.names[0], here))
 
-
-def _trainer(comparison: Comparison, here: Settings, federation: Federation) -> Train:
     def one(name: str, on_round: OnProgress, say: Say, pool: Pool | None) -> None:
         path = comparison.path / name
         started, shared = begun(path), shared_backbone(comparison.path, comparison.config(name, here))
@@ -167,7 +161,7 @@ def _trainer(comparison: Comparison, here: Settings, federation: Federation) -> 
                 set=here,
                 out=path,
                 resume=started,
-                federation=federation,
+                federation=data,
                 backbone=shared if shared is not None and shared.is_file() else None,
                 on_round=on_round,
                 say=say,

@@ -1,7 +1,5 @@
 """What a comparison and a search share: trainings planned in a folder before the first of them starts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex
@@ -18,7 +16,7 @@ from ..config.objects import build, pretraining
 from ..config.settings import MOVED, Settings
 from ..data import Federation
 from ..errors import InputError, Interrupted, RunError
-from ..experiment import Experiment, Say
+from ..experiment import Say
 from ..lanes import Pool
 from ..methods import REGISTRY, check_name
 from ..runs.folder import RunFolder, locked, write_atomic
@@ -43,10 +41,10 @@ def choose_methods(methods: str | Sequence[str] | None) -> list[str]:
 class Plan(ABC):
     """A folder of trainings that were planned together: the plan, their configurations, and the source."""
 
-    kind: ClassVar[str]
-    verb: ClassVar[str]  # the command: perada VERB
-    file: ClassVar[str]  # holds the plan, an object with these keys:
-    keys: ClassVar[Mapping[str, type]]
+    kind: ClassVar[str]  # what a message calls it
+    verb: ClassVar[str]  # its command: perada VERB
+    file: ClassVar[str]  # the name of the plan's file
+    keys: ClassVar[Mapping[str, type]]  # of the object in that file
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -83,6 +81,7 @@ class Plan(ABC):
 
     @property
     def plan(self) -> dict[str, Any]:
+        """Returns the plan as it is in the folder."""
         try:
             return dict(json.loads((self.path / self.file).read_text("utf8")))
         except OSError as error:
@@ -131,6 +130,7 @@ class Plan(ABC):
         return plan, str(copy) if copy.is_file() else str(plan["source"])
 
     def other(self, what: str, leave: str = "") -> InputError:
+        """Returns the error that refuses to resume with other settings, or from another source."""
         made, leave = ("from", leave) if leave else ("with", "without it")
         return InputError(f"{self.path} was made {made} {what}: resume it {leave}, or choose another --out")
 
@@ -185,12 +185,8 @@ def check_all(configs: Iterable[Config]) -> Federation:
             if getattr(config.data, name) != value:
                 both = f"{config.method_name} and {first.method_name}"
                 raise InputError(f"{both} differ in DataOptions.{name}: all share one split")
-        build(config, federation=federation, pretrain=_not_now)
+        build(config, federation=federation, pretrain=lambda experiment: None)  # that is left to the run itself
     return federation
-
-
-def _not_now(experiment: Experiment) -> None:
-    """Leaves pretraining to the run itself."""
 
 
 def shared_backbone(path: Path, config: Config) -> Path | None:

@@ -1,7 +1,5 @@
 """Hyper-parameters chosen by the clients' own validation data, never by test data."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

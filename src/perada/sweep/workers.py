@@ -1,7 +1,5 @@
 """The trainings of a plan: one after another, in several processes (CPU), or over one pool of lanes (GPU)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -11,12 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any
 
 import torch
 
-from ..errors import RunError
 from ..experiment import Say
 from ..lanes import Pool
 from ..lanes.machine import cores, keep_memory
@@ -51,11 +46,11 @@ def train_all(
     on_run: OnRun,
     on_round: OnProgress,
     say: Say,
-    factory: tuple[Any, ...] | None = None,
+    factory: Callable[[], Train] | None = None,
 ) -> None:
     """Trains what is not finished of a plan, `jobs` at once (0: as many as is sensible).
 
-    factory: a function that returns `train` in another process, and its arguments.
+    factory: returns `train` in another process.
     """
     names, finished = plan.names, plan.finished()
     left = [n for n in names if n not in finished]
@@ -110,32 +105,33 @@ def share_lanes(
 
 
 def share_cores(
-    names: Sequence[str], jobs: int, factory: tuple[Any, ...], done: Callable[[str], None], say: Say
+    names: Sequence[str], jobs: int, factory: Callable[[], Train], done: Callable[[str], None], say: Say
 ) -> None:
     """Trains `names` in processes; each makes its `train` once, with `factory`."""
-    context, processes = get_context("spawn"), list[BaseProcess]()
+    context = get_context("spawn")
+    pipes = [context.Pipe() for _ in range(min(jobs, len(names)))]
+    processes = [context.Process(target=_process, args=(far_end, factory)) for _, far_end in pipes]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; this one tells the others
+    for process in processes:
+        process.start()
+    signal.signal(signal.SIGINT, before)
 
     @contextmanager
-    def worker() -> Iterator[Callable[[str], None]]:
-        # The new process inherits this. Ctrl-C reaches every process, but only the main thread here may hear it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        pipe, other_end = context.Pipe()
-        process = context.Process(target=_process, args=(other_end, factory))
-        process.start()
-        processes.append(process)
-        other_end.close()  # so that the pipe ends when the process does
+    def worker(at: int) -> Iterator[Callable[[str], None]]:
+        pipe, far_end = pipes[at]
+        far_end.close()  # so that the pipe ends when the process does
         try:
             yield lambda name: _ask(pipe, name, say)
         finally:
             with suppress(OSError):  # a process that was killed
                 pipe.send(None)
-            process.join()
+            processes[at].join()
 
     def stop() -> None:
         for process in processes:
             process.terminate()
 
-    _in_threads(names, [worker() for _ in range(min(jobs, len(names)))], done, stop)
+    _in_threads(names, [worker(at) for at in range(len(pipes))], done, stop)
 
 
 def _in_threads(
@@ -147,6 +143,11 @@ def _in_threads(
     """
     left, failures, lock = iter(names), list[BaseException](), threading.Lock()
 
+    def fail(error: BaseException) -> None:
+        failures.append(error)
+        if len(failures) == 1:
+            stop()
+
     def work(worker: Worker) -> None:
         with worker as train:
             for name in left:
@@ -156,8 +157,7 @@ def _in_threads(
                         with lock:
                             done(name)
                 except BaseException as error:
-                    failures.append(error)
-                    stop()
+                    fail(error)
 
     with ThreadPoolExecutor(len(workers), "perada-run") as threads:
         running = [threads.submit(work, worker) for worker in workers]
@@ -165,8 +165,7 @@ def _in_threads(
             for future in running:
                 future.result()
         except BaseException as error:
-            failures.append(error)
-            stop()
+            fail(error)
     if failures:
         raise failures[0]
 
@@ -180,17 +179,17 @@ def _ask(pipe: Connection, name: str, say: Say) -> None:
                 raise answer
             say(answer)
     except (EOFError, ConnectionError) as error:
-        raise RunError("a training process was killed (out of memory?); what it had finished is saved") from error
+        raise ChildProcessError("a training process was killed (out of memory?)") from error
 
 
-def _process(pipe: Connection, factory: tuple[Callable[..., Train], Any]) -> None:
+def _process(pipe: Connection, factory: Callable[[], Train]) -> None:
     """Trains the runs that the pipe names, in a process of its own, until it says None."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.Thread(target=_follow, daemon=True).start()
     keep_memory()
     torch.set_num_threads(1)
     try:
-        train = factory[0](*factory[1:])
+        train = factory()
         for name in iter(pipe.recv, None):
             train(name, partial(_warn, name, say=pipe.send), pipe.send, None)
             pipe.send(None)
