@@ -195,6 +195,15 @@ def load_state(path: Path) -> State:
     return State(params, buffers)
 
 
+def read_states(folder: Path, kinds: Kinds) -> tuple[dict[str, Any], dict[str, State]]:
+    """Returns a folder's state.json, and its states by name, if every file has the checksum that is noted there."""
+    note = read_object(folder / "state.json", {**kinds, "sha256": dict}, "it is not what was written")
+    for name, digest in note["sha256"].items():
+        if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
+            raise InputError(f"{name} does not match its checksum")
+    return note, {name.removesuffix(".safetensors"): load_state(folder / name) for name in sorted(note["sha256"])}
+
+
 def _empty(path: Path) -> None:
     """Empties a run folder. The config goes last: after a kill the folder is still a run, and can be replaced."""
     for part in sorted(path.iterdir(), key=lambda p: p.name == "config.toml"):
@@ -394,20 +403,10 @@ class RunFolder:
         return None, warnings
 
     def _read(self, path: Path) -> Checkpoint:
-        kinds = {"round": int, "sha256": dict, "note": dict}
-        note = read_object(path / "state.json", kinds, "it is not what was written")
-        for name, digest in note["sha256"].items():
-            if hashlib.sha256((path / name).read_bytes()).hexdigest() != digest:
-                raise InputError(f"{name} does not match its checksum")
-        kept = [load_state(path / n) for n in sorted(note["sha256"]) if n.startswith("kept-")]
+        note, states = read_states(path, {"round": int, "note": dict})
         self._hashes, self._newest = note["sha256"], path
-        return Checkpoint(
-            round=note["round"],
-            server=load_state(path / "server.safetensors"),
-            broadcast=load_state(path / "broadcast.safetensors"),
-            clients=kept,
-            note=note["note"],
-        )
+        kept = [state for name, state in states.items() if name.startswith("kept-")]
+        return Checkpoint(note["round"], states["server"], states["broadcast"], kept, note["note"])
 
     # the frozen backbone, if the config alone cannot make it again
 
