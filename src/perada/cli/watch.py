@@ -53,7 +53,7 @@ class Watch:
 
     def round(self, p: RoundProgress) -> None:
         """Shows a round; warns of clients whose training stopped being finite."""
-        self.bar.start()  # only now: a refused setting prints its line alone
+        self.bar.start()  # not before: a refused setting prints one line and no bar
         for name in p.failed:
             self.bar.console.print(
                 f"warning: {name}: training stopped being finite in round {p.round}; its last state is kept"

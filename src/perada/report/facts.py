@@ -49,7 +49,10 @@ class Holdings:
 
 
 def mean_and_std(row: Evaluation | None, split: str) -> tuple[float | None, float | None]:
-    """Returns both for a split or `global_model`, which is one model and has no deviation. None: not measured."""
+    """Returns the mean score and its deviation over clients; None where not measured.
+
+    split: of the personal models, or `global_model`, which is one model and has no deviation.
+    """
     if row is None or split == "global_model":
         return (row.global_model if row else None), None
     scores = row.scores.get(split)
@@ -79,13 +82,13 @@ class Facts:
 
     @property
     def share(self) -> float | None:
-        """Percent of the full model that a client sends per round."""
+        """Returns the percentage of the full model that a client sends per round."""
         sent, full = self.sizes.get("communicated"), self.sizes.get("full")
         return None if sent is None or not full else 100 * sent / full
 
     @property
     def upload(self) -> float | None:
-        """Measured bytes that a client sends per round."""
+        """Returns the measured bytes that a client sends per round."""
         cohort = self.config.train.cohort or len(self.clients)
         return self.last.bytes_up / self.last.round / cohort if self.last and self.last.round and cohort else None
 
@@ -98,14 +101,14 @@ class Facts:
 
     @property
     def state(self) -> str:
-        """Empty for a finished run."""
+        """Returns how far an unfinished run is; empty for a finished one."""
         if self.finished:
             return ""
         return f"unfinished: {self.last.round if self.last else 0} of {self.config.train.rounds} rounds"
 
     @property
     def guard(self) -> str:
-        """What became of the distilled models, in a sentence."""
+        """Returns a sentence about the rounds in which the guard accepted the distilled adapter."""
         if self.last is None or not self.last.distilled:
             return "No distillation."
         distilled, accepted = self.last.distilled, self.last.accepted
