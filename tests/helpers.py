@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from perada.models import WeightReport, backbone
 
 CPU = torch.device("cpu")
 
@@ -21,3 +23,9 @@ def assert_same_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Non
     """The same names and, bit for bit, the same values."""
     assert a.keys() == b.keys()
     assert [n for n in a if not torch.equal(a[n], b[n])] == []
+
+
+def build_backbone(name: str, classes: int, weights: str, seed: int) -> tuple[nn.Module, WeightReport | None]:
+    """Returns a network with its weights in place, and what they gave."""
+    made = backbone(name, classes, seed)
+    return made.net, made.load(weights)

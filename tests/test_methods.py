@@ -10,7 +10,7 @@ import pytest
 import torch
 from small import experiment, small
 
-from perada import load, train
+from perada import adapt, load, train
 from perada.cli import main as cli
 from perada.client.trainer import Trainer
 from perada.config import build, resolve
@@ -19,7 +19,7 @@ from perada.errors import InputError
 from perada.lanes import Gradient, State, gather
 from perada.methods import REGISTRY, Parts, check_upload, declared_upload, method_sizes
 from perada.methods.perada import PerAda
-from perada.models import group_sizes
+from perada.models import network_of
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -70,9 +70,9 @@ def test_an_upload_of_what_is_withheld_stops_the_round() -> None:
 
 
 def test_a_withheld_group_is_not_counted_as_sent() -> None:
-    sizes = group_sizes("resnet18", 10)
-    shared = Leaky().parts.shared(sizes.groups)
-    assert sizes.parameters(shared) == 1_413_258 - 5_130
+    model = adapt(network_of("resnet18", 10).net)
+    shared = Leaky().parts.shared(model.groups)
+    assert model.initial().only(shared.params, ()).parameters_per_lane() == 1_413_258 - 5_130
 
 
 def test_a_client_on_its_own_machine_does_what_it_does_in_the_simulation() -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from helpers import assert_close_norm, assert_same_tensors
+from helpers import assert_close_norm, assert_same_tensors, build_backbone
 from lanes import oracle
 from small import after, everything, small
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from perada.config import build
 from perada.data.batches import ClientBatches, sample_stream
 from perada.experiment import Experiment
 from perada.lanes import Result, State, gather, sgd
-from perada.models import build_backbone
 
 METHODS = ["perada", "perada-no-kd", "standalone", "fedavg"]
 

@@ -21,7 +21,7 @@ from .client.scores import Scores, logits_on, score
 from .client.trainer import Train, Trainer, sample_loss
 from .data import Federation
 from .errors import InputError
-from .lanes import LaneModel, State, get_ready, repeat, rng_of
+from .lanes import LaneModel, State, ops_for, repeat, rng_of
 from .lanes.machine import arithmetic, device_of, precision_of
 from .methods import Finisher, Method
 from .models import BACKBONES, Backbone
@@ -88,7 +88,7 @@ class Experiment:
         self.device, self.dtype = device_of(self.options.device), DTYPES[self.options.precision]
         arithmetic(self.options.precision, self.device)
         if to_train:
-            get_ready(self.device)
+            ops_for(self.device).get_ready(self.device)
         self.net, self.federation, self.method = net, federation.to(self.device), method
         self.adapter, self.head, self.train, self.distill = adapter_of(adapter), head, train, distill
         if to_train:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import CPU
+from helpers import CPU, build_backbone
 from PIL import Image
 
 import perada
@@ -17,7 +17,6 @@ from perada.adapters import Residual
 from perada.data import DataOptions, Federation, as_public, blank, build_federation
 from perada.errors import InputError
 from perada.methods.perada import PerAda
-from perada.models import build_backbone
 
 RNG = np.random.default_rng(0)
 X = RNG.integers(0, 256, (50, 3, 8, 9), np.uint8)

@@ -42,8 +42,8 @@ def arrays(grid: MemoryGrid) -> list[tuple[str, str, str, str, np.ndarray]]:
 def test_messages_hold_only_what_is_declared(audited: tuple[World, MemoryGrid, Path]) -> None:
     world, grid, _ = audited
     (work,) = world.site("east")._work.values()
-    shared = PerAda().parts.shared(work.model.groups)
-    first = work.model.initial()
+    shared = PerAda().parts.shared(work.experiment.model.groups)
+    first = work.experiment.model.initial()
     names = {f"params/{n}" for n in shared.params} | {f"buffers/{n}" for n in shared.buffers}
     assert names == set(flat(first))
     for direction, site, kind, name, values in arrays(grid):
@@ -76,7 +76,7 @@ def met(world: World, grid: MemoryGrid, run_id: str) -> tuple[int, set[str]]:
         for round in state.rounds(run_id):
             kept = flat(state.entry(run_id, round).kept)
             (work,) = world.site(site)._work.values()
-            first = flat(work.model.initial())
+            first = flat(work.experiment.model.initial())
             for name, tensor in kept.items():
                 if not tensor.equal(first[name]):  # what training never moves is the same everywhere
                     looked += 1
@@ -98,7 +98,7 @@ def test_no_value_of_a_personal_part_is_in_a_message(audited: tuple[World, Memor
     kept = state.newest(run_id)
     assert kept is not None
     (work,) = world.site("north")._work.values()
-    first = flat(work.model.initial())
+    first = flat(work.experiment.model.initial())
     moved = [n for n in flat(kept) if not flat(kept)[n].equal(first[n])]
     assert len(moved) > 20
     for name in moved:  # one planted value of a personal part would be found, whichever it is

@@ -114,7 +114,7 @@ GARBAGE: dict[str, tuple[Callable[[Message], None], str]] = {
     "no arrays": (lambda reply: reply.content.pop("state"), "more are missing"),
     "no tensors": (bytes_of(header({})), "more are missing"),
     "another format": (other_type, "not in the safetensors format"),
-    "norm": (blown_up, "from the broadcast, whose norm is"),
+    "norm": (blown_up, "its parameters are"),
     "norm of statistics": (values(lambda v: v * np.float32(1e6), "buffers/bn1.running_mean"), "its statistics are"),
     "another round": (says(round=0), "late: of run"),
     "another run": (says(run="yesterday"), "late: of run 'yesterday', round 1, 'train'"),

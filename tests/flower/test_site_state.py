@@ -165,7 +165,7 @@ def test_the_servers_weights_are_sent_once_and_kept(tmp_path: Path) -> None:
     assert sorted(s for d, s, k, _, _ in grid.log if (d, k) == ("down", "weights")) == ["east", "north", "west"]
     (work,) = world.site("east")._work.values()
     assert_same_tensors(
-        {k: v for k, v in work.backbone.net.state_dict().items() if "num_batches" not in k},
+        {k: v for k, v in work.network.net.state_dict().items() if "num_batches" not in k},
         {k: v for k, v in net.state_dict().items() if "num_batches" not in k},
     )
     assert not any(str(tmp_path) in json.dumps(str(c["about"])) for *_, c in grid.log)  # the server's paths stay there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
 from small import adapters, tree
 
 from flower.test_faults import events, without_clock
 from flower.wire import SITES, MemoryGrid, World, closed, make_world, run
 from perada.errors import InputError, RunError
 from perada.flower import app
-from perada.flower.checks import MIN_WAIT_S, Clock, guard_losses, mean_loss, sample_count
+from perada.flower.checks import checked_upload, guard_losses, mean_loss, sample_count
 from perada.flower.client import handle
-from perada.flower.messages import Refused, read_about, read_reply
+from perada.flower.link import MIN_WAIT_S, Clock
+from perada.flower.messages import Refused, pack, read_reply, read_request
 from perada.flower.settings import MAX_ROUND, Plan
+from perada.lanes import State
 from perada.methods.perada import PerAda
 
 EVERYBODY = {"train__cohort": 0, "train__rounds": 1}
@@ -147,6 +150,48 @@ def test_scores_are_rounded_unless_a_site_says_otherwise(tmp_path: Path) -> None
 # At the server
 
 
+@pytest.mark.parametrize(
+    ("upload", "line"),
+    [
+        ({"w": 5000.0, "dc/w": 90.0}, ""),
+        ({"w": 5000.0, "dc/w": 110.0}, "its parameters dc are 110 from their reference, whose norm is 1 "),
+        ({"w": 20_000.0, "dc/w": 0.0}, "its parameters are 1.99e+04 from their reference, whose norm is 100 "),
+    ],
+)
+def test_each_declared_part_of_an_upload_has_its_own_bound(upload: dict[str, float], line: str) -> None:
+    """A large model does not widen the bound of control variates, which the broadcast does not have."""
+    reference = State({"w": torch.tensor([[100.0]]), "dc/w": torch.zeros(1, 1)}, {"mean": torch.zeros(1, 1)})
+    state = State({name: torch.tensor([[value]]) for name, value in upload.items()}, {"mean": torch.zeros(1, 1)})
+    content = RecordDict({"state": pack(state)})
+    if line:
+        with pytest.raises(Refused, match=re.escape(line)):
+            checked_upload(content, reference, bound=100.0)
+    else:
+        checked_upload(content, reference, bound=100.0)
+
+
+def test_a_scaffold_upload_with_absurd_control_variates_is_refused(tmp_path: Path) -> None:
+    world = make_world(tmp_path, method__name="scaffold", **EVERYBODY)
+    norms: list[float] = []
+
+    def meddle(site: str, kind: str, round: int, reply: Message) -> Message:
+        if kind == "train":
+            record = reply.content["state"]
+            control = {name: array.numpy() for name, array in record.items() if name.startswith("params/dc/")}
+            norms.append(math.sqrt(sum(float((v**2).sum()) for v in control.values())))
+            factor = 110 / norms[-1]  # just above the bound, and far below 100 times the model's norm
+            for name, values in control.items() if site == "west" else ():
+                record[name] = Array((factor * values).astype(values.dtype))
+        return reply
+
+    path, _ = run(world, meddle=meddle)
+    assert max(norms) < 50  # honest ones are far below
+    told = [(e["site"], e["detail"]) for e in events(path) if e["event"] == "refused"]
+    assert told == [
+        ("west", "train: its parameters dc are 110 from their reference, whose norm is 1 (rounds.norm_bound)")
+    ]
+
+
 def test_one_clock_for_all_that_a_round_waits_for(tmp_path: Path) -> None:
     """West's upload and then everybody's scores do not come: that costs one deadline and a quarter, not two."""
     limit = 2.0
@@ -158,7 +203,7 @@ def test_one_clock_for_all_that_a_round_waits_for(tmp_path: Path) -> None:
 
     grid = MemoryGrid(world, meddle)
     app.serve(grid, world.settings, "run", step=lambda what, round: at.setdefault(what, time.monotonic()) and None)
-    within = {k: read_about(c).within for d, _, k, _, c in grid.log if d == "down"}
+    within = {k: read_request(c).within for d, _, k, _, c in grid.log if d == "down"}
     assert within["train"] <= 0.8 * limit  # a fifth is the guard's
     assert within["score"] <= limit / 4
     assert at["updated"] - at["sending"] < 1.75 * limit

@@ -22,7 +22,7 @@ from perada.config import Config, toml_value
 from perada.data.digits import digits
 from perada.flower import app
 from perada.flower.client import Site
-from perada.flower.messages import FORMAT, STATE, read_about
+from perada.flower.messages import FORMAT, STATE, read_request
 from perada.flower.settings import ServerSettings
 
 TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1  # what Flower's own processes set
@@ -161,7 +161,7 @@ class MemoryGrid(Grid):
             received, contents = through_flower(message)
             ids.append(received.metadata.message_id)
             site = self.nodes[message.metadata.dst_node_id]
-            about = read_about(received.content)
+            about = read_request(received.content)
             self.log.append(("down", site, about.kind, about.round, opened(received.content)))
             self.bytes.append(("down", contents))
             file = str(self.world.home / site / "site.toml")

@@ -110,8 +110,8 @@ def main() -> None:
     TRITON.settle(whole, whole, moves, p[:, 0], p[:, 0], p)
     TRITON.cross_entropy(p, whole)
     TRITON.divergence(p, p, 2.0)
-    shape = {"out_channels": 64, "kernel_size": 3, "padding": 1, "bias": False}
-    trained = layer(LaneConv2d, 2, True, torch.bfloat16, "train", **shape)
+    conv = LaneConv2d.of(torch.nn.Conv2d(64, 64, 3, padding=1, bias=False))
+    trained = layer(lambda channels: conv, 2, True, torch.bfloat16, "train")
     maps = torch.zeros(4, 64, 8, 8, dtype=torch.bfloat16, requires_grad=True)
     TRITON.conv(maps, trained, "columns").sum().backward()
     TRITON.chunk(whole[:1], whole[:1], whole[:1], p)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from perada.lanes import LaneBatchNorm, LaneConv2d, bytes_per_lane, ops, ops_for, side_by_side
+from perada.lanes import LaneBatchNorm, LaneConv2d, bytes_per_lane, ops, ops_for
 from perada.lanes.layers import Context, Slots
 from perada.lanes.ops import PLAIN, Ops, plain
 
@@ -77,7 +77,7 @@ def test_plain_torch_for_a_while(counting: Counting) -> None:
         assert ops_for(CPU) is PLAIN
         assert model.context.ops is PLAIN
         with plain():
-            assert side_by_side(torch.neg, torch.abs, torch.ones(1)) == (-1, 1)
+            assert ops_for(CPU).side_by_side(torch.neg, torch.abs, torch.ones(1)) == (-1, 1)
         assert ops_for(CPU) is PLAIN
     bytes_per_lane(model, (8, 8), 4)
     assert counting.calls == []

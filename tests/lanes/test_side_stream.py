@@ -13,9 +13,9 @@ import torch
 if sys.platform != "linux":
     pytest.skip("Triton is a Linux package", allow_module_level=True)
 
-from perada.lanes import side_by_side
+from perada.lanes import ops_for
 from perada.lanes.ops import PLAIN
-from perada.lanes.ops.triton import side_stream as module
+from perada.lanes.ops.triton import launch as module
 
 GPU = torch.device("cuda", 0)
 
@@ -68,7 +68,7 @@ def test_side_by_side(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     x: Any = Thing("x", log)
-    assert [t.name for t in side_by_side(layer("shortcut"), layer("inner"), x)] == ["shortcut", "inner"]  # type: ignore[attr-defined]
+    assert [t.name for t in ops_for(GPU).side_by_side(layer("shortcut"), layer("inner"), x)] == ["shortcut", "inner"]
     assert log == [
         "x is read on side",
         "side waits for main",
@@ -95,5 +95,5 @@ def test_on_a_cpu_too() -> None:
     with module.on_side_stream(x):
         assert not module.is_side_stream(x.device)
     module.join(PLAIN, x.device)
-    first, second = side_by_side(lambda t: t + 1, lambda t: t + 2, x)
+    first, second = ops_for(x.device).side_by_side(lambda t: t + 1, lambda t: t + 2, x)
     assert (first.tolist(), second.tolist()) == ([2.0, 2.0], [3.0, 3.0])

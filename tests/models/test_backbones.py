@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_tensors
+from helpers import assert_same_tensors, build_backbone
 from torch import nn
 
 from perada import plugins
 from perada.cli import main as cli
 from perada.errors import InputError
 from perada.methods import REGISTRY, method_sizes
-from perada.models import Backbone, backbone, build_backbone, count_groups, group_sizes, known
+from perada.models import Backbone, backbone, count_groups, known
 from perada.models.resnet import resnet
 
 NETS = """
@@ -343,4 +343,4 @@ def test_a_backbone_object_is_checked() -> None:
 
 
 def test_sizes_of_a_name_are_computed_once() -> None:
-    assert group_sizes("resnet8", 4) is group_sizes("resnet8", 4)
+    assert count_groups("resnet8", 4) is count_groups("resnet8", 4)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_same_tensors
+from helpers import assert_same_tensors, build_backbone
 
 from perada import adapt
 from perada.errors import InputError
-from perada.models import BACKBONES, build_backbone, count_groups
+from perada.models import BACKBONES, count_groups
 from perada.models.resnet import resnet
 
 

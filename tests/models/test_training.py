@@ -13,7 +13,8 @@ from small import plain
 
 import perada
 from perada.errors import InputError
-from perada.models import build_backbone, count_groups, group_sizes
+from perada.lanes import default_groups
+from perada.models import count_groups, network_of
 
 OWN = ["lanes.networks:NoNorm", "lanes.networks:Separable", "lanes.networks:bottleneck"]
 
@@ -31,10 +32,10 @@ def test_a_network_of_ones_own_trains_by_name(backbone: str, method: str, tmp_pa
     images = torch.randn(3, 3, 8, 8)
     for client in again.clients:
         assert torch.equal(again.model(client)(images), run.model(client)(images))
-    start, _ = build_backbone(backbone, 10, "random", 0)
+    start = network_of(backbone, 10)
     end = run.model(run.clients[0]).state_dict()
-    changed = {n for n, t in start.named_parameters() if not torch.equal(end[n], t)}
-    group = group_sizes(backbone, 10).groups["adapter" if method == "perada" else "full"]
+    changed = {n for n, t in start.net.named_parameters() if not torch.equal(end[n], t)}
+    group = default_groups(start.net, start.head)["adapter" if method == "perada" else "full"]
     assert changed == {n for n in group.params if ".adapter." not in n}
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_same_tensors
+from helpers import assert_same_tensors, build_backbone
 from safetensors.torch import save_file
 from torch import Tensor
 
 from perada.errors import InputError
-from perada.models import build_backbone, load_into, read_weights
+from perada.models import load_into, read_weights
 from perada.models.resnet import ResNet, resnet
 
 

@@ -345,7 +345,7 @@ def test_random_and_fedavg_weights_are_a_runs_own(tmp_path: Path) -> None:
 
 
 def test_the_file_of_weights_is_named_by_its_checksum_and_need_not_move_along(tmp_path: Path) -> None:
-    from perada.models import build_backbone
+    from helpers import build_backbone
 
     net, _ = build_backbone("resnet8", 10, "random", 3)
     file = tmp_path / "somewhere" / "pre.safetensors"

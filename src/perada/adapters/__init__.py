@@ -37,7 +37,7 @@ class Adapter(Protocol):
 
 
 def known(name: str) -> None:
-    """Refuses a name that cannot be an adapter. Imports nothing."""
+    """Raises InputError if a name cannot be an adapter. Imports nothing."""
     check("adapter", GROUP, name, KINDS)
 
 

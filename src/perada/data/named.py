@@ -159,8 +159,8 @@ _FILES = {
 
 def place_of(name: str, root: str) -> str | None:
     """Returns the folder that holds an official data set: at or above the clients' data, or in `data_home()`."""
-    given = [Path(root), Path(root).parent] if root else []
-    for home in (*given, Path(data_home())):
+    folders = [Path(root), Path(root).parent] if root else []
+    for home in (*folders, Path(data_home())):
         if any((home / file).exists() for file in _FILES[name]) or home.name in _FILES[name]:
             return str(home)
     return None

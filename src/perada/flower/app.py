@@ -4,13 +4,18 @@ The ServerApp reads server.toml from $PERADA_FLOWER_SERVER. The ClientApp reads 
 or else $PERADA_FLOWER_SITE (site.toml), or else (in Flower's simulation engine) entry `partition-id` of
 $PERADA_FLOWER_SITES, paths joined as in $PATH. In the run-config, `run` names the run, `resume` continues it, and
 `continue-from` names a run to begin from.
+
+The server saves a round before it sends anything of the next one. So a server that is killed anywhere goes on with the
+round after its last checkpoint, and sites that have trained that round answer from their disks.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,17 +23,29 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from ..callbacks import Callback
+from ..config import build
 from ..errors import InputError, RunError
-from ..runs.folder import locked
-from .client import Site, handle
-from .cohort import Step
-from .link import Link, Owners, limit_tries
+from ..experiment import Experiment
+from ..lanes.machine import device_of
+from ..runs.folder import Checkpoint, RunFolder, locked
+from ..runs.loop import train_in
+from ..runs.moment import Progress
+from ..runs.run import Run
+from ..runs.train import conclude
+from .client import Site, backbone_state, handle, planned_network, shapes_of, weights_digest
+from .cohort import FlowerCohort
+from .link import Link, Owners
 from .records import Diary, ending, open_run
-from .server import Coordinator
-from .settings import ServerSettings, SiteSettings
+from .settings import Plan, ServerSettings, SiteSettings
+from .site_data import empty_federation, public_test
 
+Step = Callable[[str, int], None]
 client_app = ClientApp()
 server_app = ServerApp()
+
+
+# A site
 
 
 @client_app.query()
@@ -55,6 +72,9 @@ def _site(file: str) -> Site:
     return Site(SiteSettings.read(file))
 
 
+# The server
+
+
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     """Trains a run to its last round. An error ends it with one line."""
@@ -74,6 +94,62 @@ def main(grid: Grid, context: Context) -> None:
         raise RuntimeError(f"error: {error}") from None
 
 
+def serve(
+    grid: Grid,
+    settings: ServerSettings,
+    name: str,
+    resume: bool = False,
+    start: str = "",
+    step: Step = lambda what, round: None,
+) -> Path:
+    """Trains a run to its last round; returns its folder. `step` hears of every boundary at which a server may die."""
+    with _one_line(settings.runs()):
+        folder, diary = open_run(settings, name, resume, start)
+    with locked(folder.path):
+        try:
+            with _one_line(folder.path):
+                experiment = _experiment(grid, diary)
+                experiment.mark = step
+                _restore(experiment, folder, diary)
+                row = train_in(experiment, folder, [Log(diary)])
+                conclude(Run(folder, experiment.config), experiment, row)
+                diary.status("finished", experiment.now.round)
+        except (InputError, RunError) as error:
+            with suppress(OSError):  # the disk may be what failed
+                diary.status("failed", diary.round, str(error))
+            raise
+    return folder.path
+
+
+@contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """Turns a write that fails, such as on a full disk, into one line."""
+    try:
+        yield
+    except OSError as error:
+        what = f"cannot write to {path}: {error.strerror}" if error.strerror else str(error)
+        raise RunError(what, "what was saved is whole: make room, then run it again with resume=true") from error
+
+
+def _experiment(grid: Grid, diary: Diary) -> Experiment:
+    """Returns the experiment whose cohort is behind the network."""
+    settings, config = diary.settings, diary.settings.config
+    network = planned_network(config, len(settings.federation.classes))
+    report = network.load(config.model.weights)
+    for line in report.lines() if report else ():
+        diary.say(line)
+    plan, device = Plan.of(settings, weights_digest(network.net)), device_of(config.run.device)
+    link = Link(grid, settings.federation.sites, settings.rounds, diary.tell, _owners())
+
+    def cohort(experiment: Experiment) -> FlowerCohort:
+        return FlowerCohort(experiment, plan, backbone_state(network.net), diary, link)
+
+    experiment = build(config, federation=empty_federation(plan, device), net=network, cohort=cohort)
+    if settings.federation.test:
+        experiment.test_data = public_test(settings.federation.test, plan, device)
+    return experiment
+
+
 def _owners() -> Owners | None:
     """Returns a reader of $PERADA_FLOWER_NODES, {node: site}, which `perada flower server` writes if sites have keys.
 
@@ -90,45 +166,41 @@ def _owners() -> Owners | None:
     return read if file else None
 
 
-def serve(
-    grid: Grid,
-    settings: ServerSettings,
-    name: str,
-    resume: bool = False,
-    start: str = "",
-    step: Step = lambda what, round: None,
-) -> Path:
-    """Run a federation to its last round; returns the run's folder. `step` is told of every boundary in a round."""
-    try:
-        folder, diary = open_run(settings, name, resume, start)
-    except OSError as error:
-        raise RunError(f"cannot write to {settings.runs()}: {error.strerror or error}") from error
-    with locked(folder.path):
-        try:
-            work = Coordinator(settings, diary, step)
-            saved, warnings = folder.load()
-            for line in warnings:
-                diary.say(line)
-            if saved is not None:
-                work.restore(saved)
-                folder.cut_metrics(saved.round)
-            elif diary.start:
-                begin = ending(settings, diary.start)
-                work.begin_from(begin)
-                diary.start_round = begin.round
-            limit_tries(grid, settings.rounds.deadline_s)
-            link = Link(grid, settings.federation.sites, settings.rounds, diary.tell, _owners())
-            work.run(link, folder)
-        except (InputError, RunError) as error:
-            _failed(diary, str(error))
-            raise
-        except OSError as error:  # a full disk, say
-            what = f"cannot write to {folder.path}: {error.strerror}" if error.strerror else str(error)
-            _failed(diary, line := f"{what}; what was saved is whole: make room, then run it again with resume=true")
-            raise RunError(line) from error
-    return folder.path
+def _restore(experiment: Experiment, folder: RunFolder, diary: Diary) -> None:
+    """Goes on after the newest checkpoint, or begins from the end of another run."""
+    saved, warnings = folder.load()
+    for line in warnings:
+        diary.say(line)
+    if saved is not None:
+        experiment.restore(saved)
+        folder.cut_metrics(saved.round)
+    elif diary.start:
+        end = ending(diary.settings, diary.start)
+        _begin_from(experiment, end)
+        diary.start_round = end.round
 
 
-def _failed(diary: Diary, line: str) -> None:
-    with suppress(OSError):  # the disk may be what failed
-        diary.status("failed", diary.round, line)
+def _begin_from(experiment: Experiment, end: Checkpoint) -> None:
+    now, server, broadcast = experiment.now, experiment.here(end.server), experiment.here(end.broadcast)
+    if (shapes_of(server), shapes_of(broadcast)) != (shapes_of(now.server), shapes_of(now.broadcast)):
+        raise InputError("continue-from: that run's state is another method's or model's: start without it")
+    experiment.now = replace(now, server=server, broadcast=broadcast)
+
+
+class Log(Callback):
+    """Writes down how far a run is, and a line per round."""
+
+    def __init__(self, diary: Diary) -> None:
+        self.diary = diary
+
+    def start(self, experiment: Experiment) -> None:
+        self.experiment, self.first = experiment, experiment.now.round
+
+    def round(self, progress: Progress) -> None:
+        if progress.round < progress.rounds:
+            self.diary.status("running", progress.round)
+        if progress.round > self.first:
+            last, sampled = self.experiment.now.last, len(self.experiment.sampled(progress.round - 1))
+            loss = "n/a" if last["train_loss"] is None else f"{last['train_loss']:.4f}"
+            who = f"{sampled - len(last.get('absent', ()))} of {sampled} sites"
+            self.diary.say(f"round {progress.round} of {progress.rounds}: {who}, training loss {loss}")

@@ -1,50 +1,58 @@
-"""The checks on what a site reports, and the clock of a round."""
-
-from __future__ import annotations
+"""The checks of what a site reports: its upload and its numbers."""
 
 import math
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+
+from flwr.app import RecordDict
+from torch import Tensor
 
 from ..config import in_keys
-from ..lanes import State
-from .messages import Refused
+from ..lanes import LaneModel, State
+from ..methods import Method, declared_upload
+from .messages import Refused, flat, unflat, unpack
 
 Number = float | list[float] | None
-MIN_WAIT_S = 10.0  # a question still gets this long after the end of a round (a quarter of a short round)
-
-
-@dataclass(frozen=True)
-class Clock:
-    """The end of a round: one for all that it waits for (sites, weights, uploads, the guard)."""
-
-    seconds: float
-    end: float
-
-    @classmethod
-    def start(cls, seconds: float) -> Clock:
-        return cls(seconds, time.monotonic() + seconds)
-
-    def left(self, reserve: float = 0.0) -> float:
-        """Returns the seconds to wait now; `reserve` is the share of the round that is kept for later questions."""
-        least = min(MIN_WAIT_S, self.seconds / 4)
-        return max(least, self.end - reserve * self.seconds - time.monotonic())
-
-
-@dataclass
-class Gathered:
-    """The uploads of a round, and each site's scores of the round before."""
-
-    uploads: dict[str, State] = field(default_factory=dict)
-    numbers: dict[str, dict[str, Number]] = field(default_factory=dict)
-    failed: set[str] = field(default_factory=set)  # sites whose training diverged
-    refused: dict[str, str] = field(default_factory=dict)
+PARTS = {"params": "parameters", "buffers": "statistics"}
 
 
 def why_not(error: Exception) -> str:
     """Returns why a reply is refused. A reply that breaks its reader is the site's fault, and does not end the run."""
     return in_keys(str(error)) if isinstance(error, Refused) else f"it cannot be read ({type(error).__name__})"
+
+
+def expected_upload(method: Method, model: LaneModel, broadcast: State) -> State:
+    """Returns the reference for an upload: the broadcast's values where it has the name, else the declared values."""
+    declared, known = flat(declared_upload(method, model)), flat(broadcast)
+    return unflat({name: known.get(name, tensor) for name, tensor in declared.items()})
+
+
+def checked_upload(content: RecordDict, reference: State, bound: float) -> State:
+    """Returns a site's upload if it is what the method declares and not absurdly far from the reference.
+
+    Each part has a bound of its own: ‖upload − reference‖ ≤ bound · max(1, ‖reference‖). Parts are the parameters, the
+    running statistics, and whatever the method joins to them under a key. SCAFFOLD's control variates (`dc/...`) are
+    such a part. The broadcast has none of that name, so they are compared with the values that the method declares,
+    which are zeros: their norm may be up to `bound`, whatever the norm of the model.
+    """
+    upload = unpack(content, reference)
+    new, old = flat(upload), flat(reference)
+    parts: dict[str, list[str]] = {}
+    for name in old:
+        parts.setdefault(name.rpartition("/")[0], []).append(name)
+    for part, names in parts.items():
+        distance = _norm(new[n].double() - old[n].double() for n in names)
+        size = max(1.0, _norm(old[n].double() for n in names))
+        if not distance <= bound * size:
+            kind, _, key = part.partition("/")
+            what = f"{PARTS[kind]} {key}".rstrip()
+            raise Refused(
+                f"its {what} are {distance:.3g} from their reference, whose norm is {size:.3g} (Rounds.norm_bound)"
+            )
+    return upload
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float((t * t).sum()) for t in tensors))
 
 
 def sample_count(value: Number, limit: int) -> float:

@@ -1,7 +1,7 @@
-"""What a site does when the server asks: the very same method functions as in a simulation, with one client.
+"""What a site does when the server asks: it is the local cohort of an experiment with one client.
 
-`handle` takes the content of a message and gives the content of its reply; no network is needed to call it. What a
-method keeps is read from and written to the site's own disk (`site.SiteState`) and is in no message.
+`handle` takes the content of a message and returns the content of its reply; no network is needed to call it. What a
+method keeps is read from and written to the site's own disk (`site_state.SiteState`) and is in no message.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ import traceback
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import RecordDict
 from safetensors.torch import save
 from torch import nn
 
+from ..client.cohort import LocalCohort, Report
 from ..client.scores import personal_scores
-from ..client.trainer import Trainer
-from ..config import Config, in_keys
+from ..config import Config, build, in_keys
 from ..data import Federation
 from ..errors import InputError
-from ..experiment import DTYPES, lanes_of
-from ..lanes import LaneModel, State
-from ..lanes.machine import arithmetic, device_of
-from ..methods import Finisher, Judge, Method, check_upload
+from ..experiment import Experiment
+from ..lanes import State
+from ..lanes.machine import device_of
+from ..methods import Finisher, Judge
 from ..models import Backbone, backbone
-from .messages import About, Refused, Reply, answer, digest, read_about, unpack
+from ..runs.folder import write_atomic
+from .messages import Numbers, Refused, Reply, Request, digest, message, read_request, unpack
 from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id
 from .site_data import public_test, site_federation
 from .site_state import Entry, SiteState
@@ -40,60 +42,53 @@ class NeedsWeights(Exception):
 
 @dataclass
 class Work:
-    """What a plan makes of a site: its data, the model and the method, loaded once."""
+    """What a plan makes of a site: its data and an experiment on them, loaded once."""
 
-    settings: SiteSettings
+    site: Site
     plan: Plan
-    state: SiteState
 
     @cached_property
     def config(self) -> Config:
         config = self.plan.config
-        return replace(config, run=replace(config.run, device=self.settings.device))
-
-    @cached_property
-    def device(self) -> torch.device:
-        device = device_of(self.config.run.device)
-        arithmetic(self.config.run.precision, device)
-        return device
+        return replace(config, run=replace(config.run, device=self.site.settings.device))
 
     @cached_property
     def federation(self) -> Federation:
-        return site_federation(self.settings, self.plan, self.device)
+        return site_federation(self.site.settings, self.plan, device_of(self.config.run.device))
 
     @cached_property
     def test(self) -> Federation | None:
-        return public_test(self.settings.test, self.plan, self.device) if self.settings.test else None
+        path = self.site.settings.test
+        return public_test(path, self.plan, device_of(self.config.run.device)) if path else None
 
     @cached_property
-    def method(self) -> Method:
-        return self.config.make_method()
-
-    @cached_property
-    def backbone(self) -> Backbone:
-        """The server's frozen network: its weights are made here where the plan says how, else as they were sent."""
-        held = self.state.backbone(self.plan.backbone)
-        for weights in (self.config.model.weights, *([str(held)] if held else [])):
-            made = planned_network(self.config, len(self.plan.classes))
-            made.load(weights)
-            if weights_digest(made.net) == self.plan.backbone:
-                return made
-        if held:
-            raise InputError(f"{held} is not what the server sent: remove it, and it is sent again")
+    def network(self) -> Backbone:
+        """The server's frozen network. Its weights are made here where the plan says how, else they were sent."""
+        sent = self.site.state.backbone_file(self.plan.backbone)
+        for weights in (self.config.model.weights, *([str(sent)] if sent.is_file() else [])):
+            network = planned_network(self.config, len(self.plan.classes))
+            network.load(weights)
+            if weights_digest(network.net) == self.plan.backbone:
+                return network
+        if sent.is_file():
+            raise InputError(f"{sent} is not what the server sent: remove it, and it is sent again")
         raise NeedsWeights
 
     @cached_property
-    def model(self) -> LaneModel:
-        made, adapter = self.backbone, self.config.model.strategy()
-        return lanes_of(made.net, self.method, adapter, made.head, self.config.run)
+    def experiment(self) -> Experiment:
+        _ = self.network  # before the data: it may have to be sent
+        return self.experiment_on(self.federation)
 
-    def here(self, state: State) -> State:
-        dtype = DTYPES[self.config.run.precision]
-        return state.map(lambda t: t.to(self.device, dtype if t.is_floating_point() else t.dtype))
+    def experiment_on(self, federation: Federation) -> Experiment:
+        """Returns an experiment that has not trained. Its `now` has the first broadcast and the first kept state."""
+        return build(self.config, net=self.network, federation=federation, to_train=False)
 
-    def trainer(self, round: int) -> Trainer:
-        run = self.config.run
-        return Trainer(self.model, self.federation, [0], round, run.seed, self.config.train, run.lanes)
+    @property
+    def cohort(self) -> LocalCohort:
+        cohort = self.experiment.cohort
+        assert isinstance(cohort, LocalCohort)
+        cohort.lanes = self.config.run.lanes
+        return cohort
 
 
 def planned_network(config: Config, classes: int) -> Backbone:
@@ -102,13 +97,17 @@ def planned_network(config: Config, classes: int) -> Backbone:
 
 
 def backbone_state(net: nn.Module) -> State:
-    """The frozen network as a state of one lane, to be sent."""
-    held = {n: t for n, t in net.state_dict().items() if not n.endswith("num_batches_tracked")}
-    return State({n: t.detach().unsqueeze(0) for n, t in held.items()})
+    """Returns the frozen network as a state of one lane, to be sent."""
+    tensors = {n: t for n, t in net.state_dict().items() if not n.endswith("num_batches_tracked")}
+    return State({n: t.detach().unsqueeze(0) for n, t in tensors.items()})
 
 
 def weights_digest(net: nn.Module) -> str:
     return digest(backbone_state(net))
+
+
+def shapes_of(state: State) -> dict[str, tuple[int, ...]]:
+    return {n: tuple(t.shape) for tensors in (state.params, state.buffers) for n, t in tensors.items()}
 
 
 @dataclass
@@ -128,189 +127,184 @@ class Site:
             if self.settings.threads:
                 torch.set_num_threads(self.settings.threads)
             try:
-                self._work = {plan: Work(self.settings, Plan.parse(plan), self.state)}
-            except InputError as error:  # the server's own words: it may be told
+                self._work = {plan: Work(self, Plan.parse(plan))}
+            except InputError as error:  # it speaks of the server's own words, so the server may read it
                 raise Refused(str(error)) from error
         return self._work[plan]
 
+    def log(self, text: str) -> None:
+        print(f"site {self.settings.name}: {text}", file=sys.stderr, flush=True)
+
+    def reply(
+        self, request: Request, state: State | None = None, numbers: Numbers | None = None, **words: Any
+    ) -> RecordDict:
+        """Returns the content of a reply. words: the rest of a `Reply`."""
+        return message(Reply(*request.subject, self.settings.name, **words), state, numbers or {})
+
 
 def handle(site: Site, content: RecordDict) -> RecordDict:
-    """The reply to a message. Whatever is wrong is said in one line that names no file of the site's: what there is to
-    say about those goes to the site's own log."""
-    about = About("", "", 0, "")
+    """Returns the reply to a message.
+
+    Whatever is wrong is said in one line that names no file of the site. The site's own log has the details.
+    """
+    request = Request("", "", 0, "")
     try:
-        about = read_about(content)
-        return _handle(site, about, content)
+        request = read_request(content)
+        return _handle(site, request, content)
     except NeedsWeights:
-        return answer(Reply(about, site.settings.name, needs="weights"))
+        return site.reply(request, needs="weights")
     except Refused as error:
         reason = str(error)
     except InputError as error:
-        _log(site, str(error))
+        site.log(f"error: {error}")
         reason = "bad input at the site, see its log"
     except Exception as error:  # the site must answer, or the round waits for its deadline
-        _log(site, traceback.format_exc())
+        site.log(f"error: {traceback.format_exc()}")
         reason = f"failed at the site ({type(error).__name__}), see its log"
-    return answer(Reply(about, site.settings.name, error=reason))
+    return site.reply(request, error=reason)
 
 
-def _log(site: Site, text: str) -> None:
-    print(f"site {site.settings.name}: error: {text}", file=sys.stderr, flush=True)
-
-
-def _check_words(about: About) -> None:
-    """A run's id becomes a folder here and a round a part of its name: the server has no say in where they lie."""
-    if not is_run_id(about.run):
+def _check_words(request: Request) -> None:
+    """Refuses a run or round that could lead out of the site's folder: they become names of folders there."""
+    if not is_run_id(request.run):
         raise Refused("run is not the id of a run")
-    if about.start and not is_run_id(about.start):
+    if request.start and not is_run_id(request.start):
         raise Refused("start is not the id of a run")
-    for what, round in (("round", about.round), ("start_round", about.start_round)):
+    for what, round in (("round", request.round), ("start_round", request.start_round)):
         if not 0 <= round < MAX_ROUND:
             raise Refused(f"{what} must be from 0 to {MAX_ROUND - 1}")
-    if not 0 <= about.within < math.inf:
+    if not 0 <= request.within < math.inf:
         raise Refused("within is not a number of seconds")
 
 
-def _handle(site: Site, about: About, content: RecordDict) -> RecordDict:
-    _check_words(about)
-    if about.federation != site.settings.federation:
-        raise Refused(f"it belongs to federation {site.settings.federation!r}, not {about.federation!r}")
-    work = site.work(about.plan)
-    if work.plan.federation != about.federation:
+def _handle(site: Site, request: Request, content: RecordDict) -> RecordDict:
+    _check_words(request)
+    if request.federation != site.settings.federation:
+        raise Refused(f"it belongs to federation {site.settings.federation!r}, not {request.federation!r}")
+    work = site.work(request.plan)
+    if work.plan.federation != request.federation:
         raise Refused("the plan is another federation's")
     if site.settings.methods and work.config.method_name not in site.settings.methods:
         raise Refused(f"it does not take part in method {work.config.method_name!r}")
-    if about.kind == "hello":
-        _check(work)
-        return answer(Reply(about, site.settings.name))
-    if about.kind == "score":
-        return _score(work, about, content)
-    with site.state.locked(max(1.0, 0.9 * about.within)):  # in time to say that it is busy
-        if about.kind == "weights":
-            return _weights(work, about, content)
-        model, method = work.model, work.method
-        received = unpack(content, method.init(model)[1])
-        work.state.save_broadcast(about.run, about.plan, about.start, about.start_round, received)
-        if about.kind == "train":
-            return _train(site, work, about, received)
-        if about.kind == "evaluate":
-            kept = _kept(work, about)
-            return answer(Reply(about, site.settings.name), None, _scores(work, received, kept))
-        if about.kind == "finish":
-            return _finish(site, work, about, received)
-    raise Refused(f"it knows no {about.kind!r}: do server and site run one version?")
+    if request.kind == "hello":
+        return _hello(work, request)
+    if request.kind == "score":
+        return _score(work, request, content)
+    with site.state.locked(max(1.0, 0.9 * request.within)):  # in time to say that it is busy
+        if request.kind == "weights":
+            return _weights(work, request, content)
+        received = unpack(content, work.experiment.now.broadcast)
+        site.state.save_broadcast(request.run, request.plan, request.start, request.start_round, received)
+        if request.kind == "train":
+            return _train(work, request, received)
+        if request.kind == "evaluate":
+            return site.reply(request, numbers=_scores(work, received, _kept(work, request)))
+        if request.kind == "finish":
+            return _finish(work, request, received)
+    raise Refused(f"it knows no {request.kind!r}: do server and site run one version?")
 
 
-def _check(work: Work) -> None:
-    """All that can be refused before the first round; the weights before the data, they may have to be sent."""
-    _ = work.model
-    judges = work.config.distill.guard == "clients" and isinstance(work.method, Judge) and work.method.parts.distils
-    if judges and not len(work.federation.clients[0].val):
-        _log_note(work, "no validation data here: this site has no say in the guard (DataOptions.val)")
-    if not len(work.federation.clients[0].test):
-        _log_note(work, "no test data here: its scores are n/a (DataOptions.test)")
+def _hello(work: Work, request: Request) -> RecordDict:
+    """Refuses all that can be refused before the first round."""
+    experiment, client = work.experiment, work.federation.clients[0]
+    judges = experiment.distill.guard == "clients" and isinstance(experiment.method, Judge)
+    if judges and experiment.method.parts.distils and not len(client.val):
+        work.site.log(in_keys("no validation data here: this site has no say in the guard (DataOptions.val)"))
+    if not len(client.test):
+        work.site.log(in_keys("no test data here: its scores are n/a (DataOptions.test)"))
     for path in work.federation.skipped:
-        _log_note(work, f"cannot read {path}: skipped (skip_bad)")
+        work.site.log(f"cannot read {path}: skipped (skip_bad)")
     _ = work.test
+    return work.site.reply(request)
 
 
-def _log_note(work: Work, text: str) -> None:
-    print(f"site {work.settings.name}: {in_keys(text)}", file=sys.stderr, flush=True)
-
-
-def _weights(work: Work, about: About, content: RecordDict) -> RecordDict:
-    """Keep the server's backbone, if it is what the plan names."""
+def _weights(work: Work, request: Request, content: RecordDict) -> RecordDict:
+    """Keeps the server's backbone, if it is what the plan names."""
     sent = unpack(content, backbone_state(planned_network(work.config, len(work.plan.classes)).net))
     if digest(sent) != work.plan.backbone:
         raise Refused("the weights are not those of the plan")
-    work.state.save_backbone(work.plan.backbone, save({n: t[0].contiguous() for n, t in sent.params.items()}))
-    return answer(Reply(about, work.settings.name))
+    data = save({n: t[0].contiguous() for n, t in sent.params.items()})
+    write_atomic(work.site.state.backbone_file(work.plan.backbone), data)
+    return work.site.reply(request)
 
 
-def _kept(work: Work, about: About) -> State:
-    """What the site keeps when the round begins: from its disk, or the method's first state."""
-    first = work.method.init(work.model)[2]
-    if isinstance(work.method, Finisher):
+def _kept(work: Work, request: Request) -> State:
+    """Returns what the site keeps when the round begins: from its disk, or the method's first state."""
+    experiment, state = work.experiment, work.site.state
+    first = experiment.now.kept
+    if isinstance(experiment.method, Finisher):
         return first  # before the last stage clients keep nothing
-    kept = work.state.before(about.run, about.round)
-    if kept is None and about.start:
-        kept = work.state.before(about.start, about.start_round)
+    kept = state.before(request.run, request.round)
+    if kept is None and request.start:
+        kept = state.before(request.start, request.start_round)
     if kept is None:
         return first
-    kept = work.here(kept)
+    kept = experiment.here(kept)
     if shapes_of(kept) != shapes_of(first):
         raise Refused("what it keeps is another method's or model's: start a new run")
     return kept
 
 
-def shapes_of(state: State) -> dict[str, tuple[int, ...]]:
-    return {n: tuple(t.shape) for held in (state.params, state.buffers) for n, t in held.items()}
-
-
-def _train(site: Site, work: Work, about: About, received: State) -> RecordDict:
-    """One round, unless it was trained before: then what was answered then."""
-    seen = digest(received, about.plan, about.start)
-    entry = work.state.answered(about.run, about.round, seen)
-    kept = _kept(work, about) if entry is None or about.evaluate else State()
-    numbers = _scores(work, received, kept) if about.evaluate else {}
+def _train(work: Work, request: Request, received: State) -> RecordDict:
+    """Trains a round; one that was trained before is answered from the disk."""
+    seen = digest(received, request.plan, request.start)
+    entry = work.site.state.answered(request.run, request.round, seen)
+    kept = _kept(work, request) if entry is None or request.evaluate else State()
+    numbers = _scores(work, received, kept) if request.evaluate else {}
     if entry is None:
-        trainer = work.trainer(about.round)
-        upload, kept = work.method.client_update(trainer, received, kept)
-        check_upload(work.method, work.model, upload)
-        entry = _saved(work, about, seen, kept, upload, trainer)
-        site.trained += 1
-    return _entry_reply(work, about, entry, numbers)
+        now = replace(work.experiment.now, round=request.round, broadcast=received, kept=kept)
+        uploads = work.cohort.train(now, [0])
+        entry = _saved(work, request, seen, uploads.kept or State(), uploads.states, uploads.report())
+    numbers["loss"] = float(entry.said["loss"])
+    if work.config.train.weighting == "samples":
+        numbers["samples"] = float(len(work.federation.clients[0].train))
+    return work.site.reply(request, entry.upload, numbers, failed=bool(entry.said["failed"]))
 
 
-def _finish(site: Site, work: Work, about: About, received: State) -> RecordDict:
-    """The method's last stage, and the scores after it."""
-    if not isinstance(work.method, Finisher):
+def _finish(work: Work, request: Request, received: State) -> RecordDict:
+    """Runs the method's last stage; sends the scores after it."""
+    if not isinstance(work.experiment.method, Finisher):
         raise Refused(f"{work.config.method_name} has no last stage")
-    seen = digest(received, about.plan, about.start, "finish")
-    entry = work.state.answered(about.run, about.round, seen)
+    seen = digest(received, request.plan, request.start, "finish")
+    entry = work.site.state.answered(request.run, request.round, seen)
     if entry is None:
-        trainer = work.trainer(about.round)
-        kept = work.method.finish(trainer, received, State())  # before it, clients keep nothing
-        entry = _saved(work, about, seen, kept, State(), trainer)
-        site.trained += 1
-    numbers = _scores(work, received, work.here(entry.kept)) if about.evaluate else {}
-    return _entry_reply(work, about, entry, numbers, upload=False)
+        kept, report = work.cohort.finish(replace(work.experiment.now, round=request.round, broadcast=received))
+        entry = _saved(work, request, seen, kept, State(), report)
+    numbers = _scores(work, received, work.experiment.here(entry.kept)) if request.evaluate else {}
+    return work.site.reply(request, numbers=numbers, failed=bool(entry.said["failed"]))
 
 
-def _saved(work: Work, about: About, seen: str, kept: State, upload: State, trainer: Trainer) -> Entry:
-    """On the disk before anybody hears of it."""
-    said = {"loss": trainer.losses[0] if trainer.losses else math.nan, "failed": bool(trainer.failed)}
-    earlier = [r for r in work.state.rounds(about.run) if r < about.round]
-    entry = Entry(about.round, earlier[-1] if earlier else None, seen, kept, upload, said)
-    work.state.save(about.run, entry)
+def _saved(work: Work, request: Request, seen: str, kept: State, upload: State, report: Report) -> Entry:
+    """Writes the site's work to its disk, before anybody hears of it."""
+    said = {"loss": report.loss, "failed": bool(report.failed)}
+    earlier = [r for r in work.site.state.rounds(request.run) if r < request.round]
+    entry = Entry(request.round, earlier[-1] if earlier else None, seen, kept, upload, said)
+    work.site.state.save(request.run, entry)
+    work.site.trained += 1
     return entry
 
 
-def _entry_reply(work: Work, about: About, entry: Entry, numbers: dict[str, float], upload: bool = True) -> RecordDict:
-    numbers = {**numbers, "loss": float(entry.said["loss"])}
-    if work.config.train.weighting == "samples":
-        numbers["samples"] = float(len(work.federation.clients[0].train))
-    reply = Reply(about, work.settings.name, failed=bool(entry.said["failed"]))
-    return answer(reply, entry.upload if upload else None, dict(numbers))
-
-
-def _score(work: Work, about: About, content: RecordDict) -> RecordDict:
-    """The guard's candidates on this site's validation data: a loss each; NaN where it has none."""
-    if not isinstance(work.method, Judge):
+def _score(work: Work, request: Request, content: RecordDict) -> RecordDict:
+    """Sends the loss of each of the guard's candidates on this site's validation data; NaN where it has none."""
+    experiment = work.experiment
+    if not isinstance(experiment.method, Judge):
         raise Refused(f"{work.config.method_name} has no guard")
-    like, judged = work.method.init(work.model)[1], len(work.config.distill.judged())
-    candidates = unpack(content, like, judged, finite=False)  # a student may have diverged: its loss will say so
-    losses = work.method.client_score(work.trainer(about.round), candidates)[:, 0]
-    losses = losses.nan_to_num(nan=math.nan, posinf=torch.finfo(losses.dtype).max)  # the server believes no infinity
-    return answer(Reply(about, work.settings.name), None, {"losses": losses.tolist()})
+    judged = len(experiment.distill.judged())
+    candidates = unpack(content, experiment.now.broadcast, judged, finite=False)  # one that diverged loses by its loss
+    losses = experiment.method.client_score(work.cohort.trainer_of([0], request.round), candidates)[:, 0]
+    losses = losses.nan_to_num(nan=math.nan, posinf=torch.finfo(losses.dtype).max)  # the server refuses infinity
+    return work.site.reply(request, numbers={"losses": losses.tolist()})
 
 
-def _scores(work: Work, received: State, kept: State) -> dict[str, float]:
-    """The site's own model on its own data (and the shared test set): one number each, none where undefined. Rounded:
-    an exact share of n images would tell n."""
-    lanes = work.method.personal(received, kept)
-    found = personal_scores(work.model, lanes, work.federation, ("local", "val"))
+def _scores(work: Work, received: State, kept: State) -> dict[str, float | list[float]]:
+    """Returns the scores of the site's own model on its own data and the shared test set; none where undefined.
+
+    They are rounded: an exact share of n images would tell n.
+    """
+    experiment = work.experiment
+    lanes = experiment.method.personal(received, kept)
+    scores = personal_scores(experiment.model, lanes, work.federation, ("local", "val"))
     if work.test is not None:
-        found["global_test"] = personal_scores(work.model, lanes, work.test, ("local",))["local_test"]
-    values = {key: next(iter(scores.per_client.values())) for key, scores in found.items()}
-    return {key: round(value, work.settings.score_digits) for key, value in values.items() if value is not None}
+        scores["global_test"] = personal_scores(experiment.model, lanes, work.test, ("local",))["local_test"]
+    values = {key: next(iter(by_client.per_client.values())) for key, by_client in scores.items()}
+    return {key: round(value, work.site.settings.score_digits) for key, value in values.items() if value is not None}

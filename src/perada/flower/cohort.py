@@ -1,12 +1,14 @@
 """The cohort behind a network: messages to sites, deadlines, and checks of everything that comes back.
 
-A round is sampled, sent, gathered until its deadline and checked here; what a round is, `experiment.py` says. The
-scores of a round ride in the messages of the next: a message costs seconds, so there are few.
+A round is sampled, sent, gathered until its deadline and checked here; `experiment.py` says what a round is. The scores
+of a round ride in the messages of the next: a message costs seconds, so there are few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from flwr.app import RecordDict
@@ -19,36 +21,47 @@ from ..experiment import Experiment
 from ..lanes import State, stack
 from ..methods import Judge
 from ..runs.moment import Moment
-from .checks import Clock, Gathered, Number, guard_losses, mean_loss, sample_count, why_not
-from .link import Link
-from .messages import (
-    About,
-    Refused,
-    checked_upload,
-    expected_upload,
-    one_line,
-    read_numbers,
-    read_reply,
-    request,
-)
+from .checks import checked_upload, expected_upload, guard_losses, mean_loss, sample_count, why_not
+from .link import RESUME, Clock, Link
+from .messages import Numbers, Refused, Request, message, one_line, read_numbers, read_reply, read_request
 from .records import Diary
-from .settings import Plan, ServerSettings
+from .settings import Plan
 
 SCORES = ("local_test", "local_val", "global_test")
-GUARD = 0.2  # the part of a round's time that is kept for the guard, where there is one
-Step = Callable[[str, int], None]
+GUARD = 0.2  # the share of a round's time that is kept for the guard
+
+
+@dataclass
+class Answer:
+    """What a site answered, checked."""
+
+    numbers: Numbers
+    failed: bool  # its training diverged
+    upload: State = field(default_factory=State)
+    samples: float = 0.0  # where the mean is weighted by them
+    losses: Sequence[float] = ()  # of the guard's candidates
+
+
+Answers = dict[str, Answer]  # by site
 
 
 class FlowerCohort:
     """The declared sites of a federation; `experiment.Cohort` over a Flower grid."""
 
-    def __init__(self, experiment: Experiment, settings: ServerSettings, plan: Plan, backbone: State, diary: Diary):
-        self.experiment, self.settings, self.diary = experiment, settings, diary
-        self.limits, self.sites = settings.rounds, settings.federation.sites
-        self.plan, self.backbone = plan, backbone
-        self.link: Link  # set before the first round
+    def __init__(self, experiment: Experiment, plan: Plan, backbone: State, diary: Diary, link: Link) -> None:
+        self.experiment, self.plan, self.backbone, self.diary, self.link = (
+            experiment,
+            plan.text(),
+            backbone,
+            diary,
+            link,
+        )
+        self.limits, self.sites = diary.settings.rounds, diary.settings.federation.sites
+        self.by_samples = experiment.train.weighting == "samples"
+        self.patience = self.limits.hello_s  # how long to wait for all sites; at the start only
         self.clock = Clock.start(self.limits.deadline_s)  # each try of a round starts its own
-        self.found = Gathered()  # of the last round
+        self.uploaded: list[str] = []  # the sites of the last round
+        self.final: Answers | None = None  # of the last stage
         self.due = False  # whether the next round's messages ask for scores
 
     @property
@@ -60,192 +73,149 @@ class FlowerCohort:
     def train(self, now: Moment, sampled: Sequence[int]) -> Uploads:
         evaluate, self.due = self.due, False
         cohort = [self.sites[m] for m in sampled]
-        found = self.found = self._gather(now, cohort, evaluate)
-        sites = sorted(found.uploads)
-        weights = None
-        if self.experiment.train.weighting == "samples":
-            weights = [sample_count(found.numbers[s]["samples"], self.limits.max_samples) for s in sites]
+        answers, refused = self._collect(now, "train", cohort, evaluate)
+        self.uploaded = sorted(s for s in cohort if s in answers)
+        uploads = [answers[s] for s in self.uploaded]
         report = Report(
-            mean_loss(found.numbers[s].get("loss") for s in sites),
-            tuple(sorted(found.failed)),
-            tuple(s for s in cohort if s not in found.uploads),
-            {s: why for s, why in found.refused.items() if s not in found.uploads},
+            mean_loss(a.numbers.get("loss") for a in uploads),
+            tuple(s for s in self.uploaded if answers[s].failed),
+            tuple(s for s in cohort if s not in answers),
+            {s: why for s, why in refused.items() if s not in answers},
         )
-        states = stack(*(found.uploads[s] for s in sites))
-        scores = self._scores(found.numbers) if evaluate else None
-        return Uploads(states, len(sites), lambda: report, weights, scores=scores)
+        states, weights = stack(*(a.upload for a in uploads)), [a.samples for a in uploads]
+        scores = self._scores(answers) if evaluate else None
+        return Uploads(states, len(uploads), lambda: report, weights if self.by_samples else None, scores=scores)
 
     def score(self, now: Moment, candidates: State) -> Tensor:
-        """The guard's losses from the sites that uploaded; NaN where no good answer came in time."""
+        """Returns the guard's losses of the sites that uploaded; NaN where no good answer came in time."""
         if not isinstance(self.experiment.method, Judge):
-            raise InputError(f"{self.plan.config.method_name} has no client_score: set Distill.guard to none")
-        sites = sorted(self.found.uploads)
-        out = torch.full((candidates.lanes, len(sites)), torch.nan, dtype=torch.float64)
+            raise InputError(f"{type(self.experiment.method).__name__} has no client_score: set Distill.guard to none")
         limit = self.clock.left()
-        content = request(self._about(now, "score", within=limit), candidates)
+        question = message(self._request(now, "score", limit), candidates)
         self.experiment.mark("scoring", now.round)
-        for site, reply in self.link.exchange(dict.fromkeys(sites, content), limit).items():
-            if numbers := self._believed(now, site, reply, "score", candidates.lanes):
-                out[:, sites.index(site)] = torch.tensor(numbers["losses"], dtype=torch.float64)
-        return out
+        answers, _ = self._ask(now, dict.fromkeys(self.uploaded, question), limit)
+        silence = [math.nan] * candidates.lanes
+        losses = [answers[s].losses if s in answers else silence for s in self.uploaded]
+        return torch.tensor(losses, dtype=torch.float64).T.contiguous()
 
     def evaluate(self, now: Moment, splits: Sequence[str], last: bool) -> Mapping[str, Scores] | None:
         self.due = not last
         if not last:
             return None
-        return self._scores(self._ended(now, "finish" if self.experiment.has_last_stage else "evaluate")[0])
+        kind = "finish" if self.experiment.has_last_stage else "evaluate"
+        return self._scores(self.final or self._collect(now, kind, self.sites, True)[0])
 
     def finish(self, now: Moment) -> tuple[State, Report]:
-        numbers, replies = self._ended(now, "finish")
-        failed = tuple(s for s, r in replies.items() if s in numbers and read_reply(r).failed)
-        return State(), Report(failed=failed)
+        self.final, _ = self._collect(now, "finish", self.sites, True)
+        return State(), Report(failed=tuple(s for s, a in self.final.items() if a.failed))
+
+    def _scores(self, answers: Answers) -> dict[str, Scores]:
+        """Returns every declared site's scores. What a site did not send, or is not a percentage, is None."""
+
+        def percentage(site: str, key: str) -> float | None:
+            value = answers[site].numbers.get(key) if site in answers else None
+            return value if isinstance(value, float) and 0 <= value <= 100 else None
+
+        return {key: Scores({s: percentage(s, key) for s in self.sites}) for key in SCORES}
 
     # Who is there
 
-    def _about(self, now: Moment, kind: str, evaluate: bool = False, within: float = 0.0) -> About:
+    def _request(self, now: Moment, kind: str, within: float = 0.0, evaluate: bool = False) -> Request:
         d = self.diary
-        text, begun = self.plan.text(), (d.start, d.start_round)
-        return About(d.federation, d.run, now.round, kind, text, *begun, evaluate, within)
+        name = d.settings.federation.name
+        return Request(name, d.run, now.round, kind, self.plan, d.start, d.start_round, evaluate, within)
 
-    def find_all(self, now: Moment) -> None:
-        """Waits until every declared site is known, or `hello_s` is over."""
-        self.link.find(self._hello(now), self.limits.hello_s)
-
-    def _hello(self, now: Moment) -> RecordDict:
-        return request(self._about(now, "hello", within=self.limits.hello_s))
-
-    def _reach(self, now: Moment, needed: int, cohort: Sequence[str]) -> None:
+    def _reach(self, now: Moment, wanted: int, cohort: Sequence[str]) -> None:
         """Looks who is there and starts the round's clock; waits only if too few are, and at most half the round."""
-        self.link.find(self._hello(now), 0.0)
+        hello = message(self._request(now, "hello", self.limits.hello_s))
+        self.link.find(hello, self.patience)
+        self.patience = 0.0
         self.clock = Clock.start(self.limits.deadline_s)
-        if len([s for s in cohort if s in self.link.nodes]) < needed:
-            self.link.find(self._hello(now), min(self.limits.hello_s, self.clock.left(0.5)))
-        if len([s for s in cohort if self._ready(s)]) < needed:
+        if len([s for s in cohort if s in self.link.nodes]) < wanted:
+            self.link.find(hello, min(self.limits.hello_s, self.clock.left(0.5)))
+        if len([s for s in cohort if self._ready(s)]) < wanted:
             limit = self.clock.left(0.5)
-            for site, reply in self.link.exchange(self._weights(now, limit), limit).items():
-                self._equipped(now, site, reply)
-
-    def _weights(self, now: Moment, within: float) -> dict[str, RecordDict]:
-        """The backbone, for the sites that have said they need it."""
-        content = request(self._about(now, "weights", within=within), self.backbone)
-        return dict.fromkeys(sorted(self.link.needs & set(self.link.nodes)), content)
-
-    def _equipped(self, now: Moment, site: str, reply: RecordDict) -> None:
-        if self._believed(now, site, reply, "weights") is not None:
-            self.link.needs.discard(site)
+            self._ask(now, self._weights(now, limit), limit)
 
     def _ready(self, site: str) -> bool:
         return site in self.link.nodes and site not in self.link.needs
 
+    def _weights(self, now: Moment, within: float) -> dict[str, RecordDict]:
+        """Returns the messages with the backbone, for the sites that have said they need it."""
+        content = message(self._request(now, "weights", within), self.backbone)
+        return dict.fromkeys(sorted(self.link.needs & set(self.link.nodes)), content)
+
     def _kept_for_guard(self, now: Moment) -> float:
-        """The part of a round that is kept for the guard's question."""
+        """Returns the share of a round that is kept for the guard's question."""
         o, method = self.experiment.distill, self.experiment.method
-        asked = isinstance(method, Judge) and method.parts.distils and o.guard == "clients" and o.steps > 0
-        return GUARD if asked and not (o.rounds and now.round >= o.rounds) else 0.0
+        asks = isinstance(method, Judge) and method.parts.distils and o.guard == "clients" and o.steps > 0
+        return GUARD if asks and not (o.rounds and now.round >= o.rounds) else 0.0
 
-    # A round's uploads
+    # Questions and answers
 
-    def _gather(self, now: Moment, cohort: Sequence[str], evaluate: bool) -> Gathered:
-        """Uploads of the cohort. A round with too few good ones is tried again; sites then answer from their disks."""
-        found, needed = Gathered(), min(self.limits.min_sites, len(cohort))
+    def _collect(self, now: Moment, kind: str, cohort: Sequence[str], evaluate: bool) -> tuple[Answers, dict[str, str]]:
+        """Returns the answers of the cohort (and the other sites' scores), and why others were refused.
+
+        If too few sites did their work, the rest is asked again; scores alone may be missing.
+        """
+        answers, refused = Answers(), dict[str, str]()
+        train = kind == "train"
+        needed = 0 if kind == "evaluate" else min(self.limits.min_sites, len(cohort))
+        stage, what = (f"round {now.round}", "uploads") if train else ("the last stage", "answers")
         for attempt in range(self.limits.retries + 1):
-            self._reach(now, needed, cohort)
-            limit = self.clock.left(self._kept_for_guard(now))
-            train = request(self._about(now, "train", evaluate, limit), now.broadcast)
-            contents = {s: train for s in cohort if s not in found.uploads and self._ready(s)}
-            if evaluate and attempt == 0:
-                others = request(self._about(now, "evaluate", True, limit), now.broadcast)
-                contents |= {s: others for s in self.sites if s not in cohort and self._ready(s)}
+            first = attempt == 0
+            self._reach(now, len(cohort) if first and not train else needed, cohort)
+            limit = self.clock.left(self._kept_for_guard(now) if train else 0.0)
+            work = message(self._request(now, kind, limit, evaluate), now.broadcast)
+            messages = {s: work for s in cohort if s not in answers and self._ready(s)}
+            if evaluate and first:
+                others = message(self._request(now, "evaluate", limit, True), now.broadcast)
+                messages |= {s: others for s in self.sites if s not in cohort and self._ready(s)}
             weights = self._weights(now, limit)  # a newcomer gets them beside the others' round and joins the next
-            self.experiment.mark("sending", now.round)
-            for site, content in sorted(self.link.exchange({**contents, **weights}, limit).items()):
-                if site in weights:
-                    self._equipped(now, site, content)
-                else:
-                    self._take(now, site, content, "train" if site in cohort else "evaluate", found)
-            if len(found.uploads) >= needed:
-                return found
-            self.diary.tell("", "short", f"{len(found.uploads)} of at least {needed} uploads, attempt {attempt + 1}")
-        away = [s for s in cohort if s not in found.uploads]
-        raise RunError(
-            f"round {now.round}: {len(found.uploads)} good uploads, {needed} needed (Rounds.min_sites); without "
-            f"one: {', '.join(away)}; the round before is saved: run it again with resume=true"
-        )
+            self.experiment.mark("sending" if train else "finishing", now.round)
+            good, bad = self._ask(now, {**messages, **weights}, limit)
+            answers |= {s: a for s, a in good.items() if s in messages}
+            refused |= {s: why for s, why in bad.items() if s in messages}
+            done = [s for s in cohort if s in answers]
+            if len(done) >= needed:
+                return answers, refused
+            self.diary.tell("", "short", f"{len(done)} of at least {needed} {what}, attempt {attempt + 1}")
+        away = ", ".join(s for s in cohort if s not in answers)
+        problem = f"{stage}: {len(done)} good {what}, {needed} needed (Rounds.min_sites); without one: {away}"
+        raise RunError(problem, RESUME)
 
-    def _take(self, now: Moment, site: str, content: RecordDict, kind: str, found: Gathered) -> None:
-        """Keeps a reply that holds what it should; says why another is refused."""
-        try:
-            numbers = self._numbers(now, site, content, kind)
-            if read_reply(content).needs == "weights":  # it came back without its disk
-                self.link.needs.add(site)
-                raise Refused("it needs the weights again")
-            if kind == "train":
-                like = expected_upload(self.experiment.method, self.experiment.model, now.broadcast)
-                upload = checked_upload(content, like, self.limits.norm_bound)
-                if self.experiment.train.weighting == "samples":
-                    sample_count(numbers.get("samples"), self.limits.max_samples)
-                found.uploads[site] = upload
-                if read_reply(content).failed:
-                    found.failed.add(site)
-            found.numbers[site] = numbers
-        except Exception as error:
-            found.refused[site] = why = why_not(error)
-            self.diary.tell(site, "refused", f"{kind}: {why}")
+    def _ask(self, now: Moment, messages: Mapping[str, RecordDict], within: float) -> tuple[Answers, dict[str, str]]:
+        """Sends each site its message; returns the answers that pass every check, and why others were refused."""
+        answers, refused = Answers(), dict[str, str]()
+        for site, content in sorted(self.link.exchange(messages, within).items()):
+            request = read_request(messages[site])
+            try:
+                answers[site] = self._checked(now, site, request, content)
+            except Exception as error:
+                refused[site] = why_not(error)
+                self.diary.tell(site, "refused", f"{request.kind}: {refused[site]}")
+        return answers, refused
 
-    def _numbers(self, now: Moment, site: str, content: RecordDict, kind: str) -> dict[str, Number]:
-        """The numbers of a reply, if it is this site's to this message."""
+    def _checked(self, now: Moment, site: str, request: Request, content: RecordDict) -> Answer:
+        """Returns the content of a reply, if it is this site's to this request and holds what it should."""
         reply = read_reply(content)
         if reply.error:
             raise Refused(one_line(reply.error))
         if reply.site != site:
             raise Refused(f"the reply says it is {reply.site[:64]!r}")
-        if not (a := reply.about).answers(self._about(now, kind)):
-            raise Refused(f"late: of run {a.run[:64]!r}, round {a.round}, {a.kind[:16]!r}")
-        return dict(read_numbers(content))
-
-    def _believed(
-        self, now: Moment, site: str, content: RecordDict, kind: str, losses: int = 0
-    ) -> dict[str, Number] | None:
-        """The same, with so many `losses`; None, and a line in the diary, where a reply is refused."""
-        try:
-            numbers = self._numbers(now, site, content, kind)
-            return {"losses": guard_losses(numbers.get("losses"), losses)} if losses else numbers
-        except Exception as error:
-            self.diary.tell(site, "refused", f"{kind}: {why_not(error)}")
-            return None
-
-    # Scores and the last stage
-
-    def _scores(self, numbers: Mapping[str, Mapping[str, Number]]) -> dict[str, Scores]:
-        """Every declared site's scores; what a site did not send, or is not a percentage, is None."""
-        sent = {key: {s: numbers.get(s, {}).get(key) for s in self.sites} for key in SCORES}
-        return {
-            key: Scores({s: v if isinstance(v, float) and 0 <= v <= 100 else None for s, v in values.items()})
-            for key, values in sent.items()
-        }
-
-    def _ended(self, now: Moment, kind: str) -> tuple[dict[str, dict[str, Number]], dict[str, RecordDict]]:
-        """What the sites answer at the end. Scores may be missing; a last stage that too few did is tried again."""
-        if kind == "finish" and self._last is not None and self._last[0] == now.round:
-            return self._last[1:]
-        scores, replies = dict[str, dict[str, Number]](), dict[str, RecordDict]()
-        needed = min(self.limits.min_sites, len(self.sites)) if kind == "finish" else 0
-        for attempt in range(self.limits.retries + 1):
-            self._reach(now, len(self.sites) if attempt == 0 else needed, self.sites)
-            limit = self.clock.left()
-            content = request(self._about(now, kind, True, limit), now.broadcast)
-            self.experiment.mark("finishing", now.round)
-            asked = [s for s in self.sites if s not in scores and self._ready(s)]
-            for site, reply in sorted(self.link.exchange(dict.fromkeys(asked, content), limit).items()):
-                if (numbers := self._believed(now, site, reply, kind)) is not None:
-                    scores[site], replies[site] = numbers, reply
-            if len(replies) >= needed:
-                self._last = (now.round, scores, replies)
-                return scores, replies
-            self.diary.tell("", "short", f"{len(replies)} of at least {needed} sites, attempt {attempt + 1}")
-        raise RunError(
-            f"the last stage: {len(replies)} sites did it, {needed} needed (Rounds.min_sites); the last round is "
-            "saved: run it again with resume=true"
-        )
-
-    _last: tuple[int, dict[str, dict[str, Number]], dict[str, RecordDict]] | None = None
+        if reply.subject != request.subject:
+            raise Refused(f"late: of run {reply.run[:64]!r}, round {reply.round}, {reply.kind[:16]!r}")
+        answer = Answer(read_numbers(content), reply.failed)
+        if reply.needs == "weights":  # it came back without its disk
+            self.link.needs.add(site)
+            raise Refused("it needs the weights again")
+        if request.kind == "weights":
+            self.link.needs.discard(site)
+        if request.kind == "train":
+            reference = expected_upload(self.experiment.method, self.experiment.model, now.broadcast)
+            answer.upload = checked_upload(content, reference, self.limits.norm_bound)
+            if self.by_samples:
+                answer.samples = sample_count(answer.numbers.get("samples"), self.limits.max_samples)
+        if request.kind == "score":
+            answer.losses = guard_losses(answer.numbers.get("losses"), len(self.experiment.distill.judged()))
+        return answer

@@ -5,13 +5,10 @@ the safetensors format), a ConfigRecord `about` and, in a reply, a MetricRecord 
 state is used only if its names, shapes and dtypes are those expected.
 """
 
-from __future__ import annotations
-
 import hashlib
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,116 +16,110 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from safetensors.torch import load, save
 from torch import Tensor
 
-from ..lanes import LaneModel, State
-from ..methods import Method, declared_upload
+from ..lanes import State
 
 STATE, FORMAT = "state", "safetensors"  # the name and the type of the one array
+Numbers = Mapping[str, float | list[float]]
 
 
 class Refused(Exception):
-    """A message that is not believed; the text says why, in words that may be told to anybody."""
+    """A message that is not believed. The text says why, in words that anybody may read."""
 
 
 def one_line(text: str | None) -> str:
-    """Words from outside, fit for a log: one short line of what can be printed."""
+    """Returns words from outside as one short, printable line for a log."""
     return " ".join("".join(c if c.isprintable() else " " for c in text or "").split())[:200]
 
 
+# Words
+
+
 @dataclass(frozen=True)
-class About:
-    """What a message is for. A reply repeats the first four, so that a late one cannot pass for another's."""
+class Subject:
+    """What a message belongs to. A reply repeats it, so a late reply cannot pass for the answer to another request."""
 
     federation: str
     run: str
     round: int
     kind: str  # hello, weights, train, score, evaluate or finish
-    plan: str = ""  # `Plan.text`
-    start: str = ""  # the run whose personal state a new run goes on from,
-    start_round: int = 0  # as it was when this round of it began
-    evaluate: bool = False  # whether the site's scores before (finish: after) the work are asked for
-    within: float = 0.0  # seconds until the server stops waiting
 
-    def record(self) -> ConfigRecord:
-        return ConfigRecord(dict(self.__dict__))
-
-    def answers(self, other: About) -> bool:
-        mine, asked = ((a.federation, a.run, a.round, a.kind) for a in (self, other))
-        return mine == asked
+    @property
+    def subject(self) -> tuple[str, str, int, str]:
+        return self.federation, self.run, self.round, self.kind
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What a site says beside its state."""
+class Request(Subject):
+    """What the server asks for."""
 
-    about: About
+    plan: str = ""  # `Plan.text`
+    start: str = ""  # the run whose personal state a new run continues,
+    start_round: int = 0  # as it was when this round of it began
+    evaluate: bool = False  # whether to send the site's scores before (finish: after) the work
+    within: float = 0.0  # seconds until the server stops waiting
+
+
+@dataclass(frozen=True)
+class Reply(Subject):
+    """What a site says about its answer. It does not send the plan back."""
+
     site: str
     error: str = ""  # why it did not do what was asked
-    needs: str = ""  # "weights": it has not got the server's backbone yet
+    needs: str = ""  # "weights": it does not have the server's backbone yet
     failed: bool = False  # its training stopped being finite; the state is the last finite one
 
 
-def _text(record: Mapping[str, Any], key: str, kind: Any, default: Any) -> Any:
-    value = record.get(key, default)
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind:
-        raise Refused(f"{key} is not {kind.__name__}")
-    return value
+Words = TypeVar("Words", Request, Reply)
 
 
-def read_about(content: RecordDict) -> About:
-    """The `about` record of any message."""
-    record = _record(content, "about", ConfigRecord)
-    known = {"plan": "", "start": "", "start_round": 0, "evaluate": False, "within": 0.0}
-    words = {k: _text(record, k, type(v), v) for k, v in known.items()}
-    names = {k: _text(record, k, kind, None) for k, kind in (("federation", str), ("run", str), ("kind", str))}
-    return About(**names, round=_text(record, "round", int, None), **words)
+def read_request(content: RecordDict) -> Request:
+    return _read(content, Request)
 
 
 def read_reply(content: RecordDict) -> Reply:
-    record = _record(content, "about", ConfigRecord)
-    said = {k: _text(record, k, type(v), v) for k, v in {"error": "", "needs": "", "failed": False}.items()}
-    return Reply(read_about(content), _text(record, "site", str, None), **said)
+    return _read(content, Reply)
 
 
-def request(about: About, state: State | None = None) -> RecordDict:
-    content = RecordDict({"about": about.record()})
+def _read(content: RecordDict, kind: type[Words]) -> Words:
+    record = content.get("about")
+    if not isinstance(record, ConfigRecord):
+        raise Refused("there is no record 'about' in it")
+    words: dict[str, Any] = {f.name: record.get(f.name, f.default) for f in fields(kind)}
+    for field in fields(kind):
+        if type(words[field.name]) is not field.type:
+            raise Refused(f"{field.name} is not {getattr(field.type, '__name__', field.type)}")
+    return kind(**words)
+
+
+def message(words: Subject, state: State | None = None, numbers: Numbers | None = None) -> RecordDict:
+    """Returns the content of a request, or with `numbers` of a reply."""
+    content = RecordDict({"about": ConfigRecord(dict(vars(words)))})
+    if numbers is not None:
+        content["numbers"] = MetricRecord(dict(numbers))
     if state is not None:
         content["state"] = pack(state)
     return content
 
 
-def answer(
-    reply: Reply, state: State | None = None, numbers: Mapping[str, float | list[float]] | None = None
-) -> RecordDict:
-    """A site's reply. It does not send the plan back."""
-    a = reply.about
-    words: dict[str, Any] = {"federation": a.federation, "run": a.run, "round": a.round, "kind": a.kind}
-    words |= {"site": reply.site, "error": reply.error, "needs": reply.needs, "failed": reply.failed}
-    content = RecordDict({"about": ConfigRecord(words), "numbers": MetricRecord(dict(numbers or {}))})
-    if state is not None:
-        content["state"] = pack(state)
-    return content
-
-
-def _record(content: RecordDict, key: str, kind: Any) -> Any:
-    found = content.get(key)
-    if not isinstance(found, kind):
-        raise Refused(f"there is no record {key!r} in it")
-    return found
+def read_numbers(content: RecordDict) -> dict[str, float | list[float]]:
+    """Returns the `numbers` of a reply: floats and lists of floats."""
+    record = content.get("numbers", MetricRecord())
+    if not isinstance(record, MetricRecord):
+        raise Refused("its numbers are not numbers")
+    return {k: [float(x) for x in v] if isinstance(v, list) else float(v) for k, v in record.items()}
 
 
 # States
 
 
 def flat(state: State) -> dict[str, Tensor]:
-    """Every tensor under the name it has on a wire and a disk."""
-    held = {f"params/{n}": t for n, t in state.params.items()}
-    return held | {f"buffers/{n}": t for n, t in state.buffers.items()}
+    """Returns every tensor under the name that it has in messages and files."""
+    params = {f"params/{n}": t for n, t in state.params.items()}
+    return params | {f"buffers/{n}": t for n, t in state.buffers.items()}
 
 
 def unflat(tensors: Mapping[str, Tensor]) -> State:
-    """The inverse of `flat`."""
+    """Reverses `flat`."""
     params = {n.removeprefix("params/"): t for n, t in tensors.items() if n.startswith("params/")}
     return State(params, {n.removeprefix("buffers/"): t for n, t in tensors.items() if n.startswith("buffers/")})
 
@@ -150,7 +141,7 @@ def _tensors(content: RecordDict) -> dict[str, Tensor]:
         raise Refused("its state is not in the safetensors format")
     try:
         return load(record[STATE].data) if record else {}
-    except Exception as error:  # there is no list of what may go wrong
+    except Exception as error:  # safetensors does not list what it may raise
         raise Refused("its state is not in the safetensors format") from error
 
 
@@ -159,25 +150,25 @@ def unpack(content: RecordDict, like: State, lanes: int = 1, finite: bool = True
 
     `like` has one lane; the result is on its device.
     """
-    wanted, tensors = flat(like), _tensors(content)
-    missing, more = wanted.keys() - tensors.keys(), tensors.keys() - wanted.keys()
+    expected, tensors = flat(like), _tensors(content)
+    missing, more = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
     if missing:
         raise Refused(f"{_some(missing)} missing")
     if more:
         raise Refused(f"{_some(more)} not shared by this method")
-    for name, expected in wanted.items():
-        tensor, shape = tensors[name], (lanes, *expected.shape[1:])
+    for name, one in expected.items():
+        tensor, shape = tensors[name], (lanes, *one.shape[1:])
         if tuple(tensor.shape) != shape:
             raise Refused(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
-        if tensor.dtype != expected.dtype:
-            raise Refused(f"{name} has dtype {_name(tensor.dtype)}, not {_name(expected.dtype)}")
+        if tensor.dtype != one.dtype:
+            raise Refused(f"{name} has dtype {_name(tensor.dtype)}, not {_name(one.dtype)}")
         if finite and not tensor.isfinite().all():
             raise Refused(f"{name} holds values that are not finite")
-    return unflat({name: tensors[name].to(expected.device) for name, expected in wanted.items()})
+    return unflat({name: tensors[name].to(one.device) for name, one in expected.items()})
 
 
 def _some(names: Iterable[str]) -> str:
-    """Returns `'params/a' (and 3 more) is`; names from outside are shortened."""
+    """Returns `'params/a' and 3 more are`; names from outside are shortened."""
     first, *rest = sorted(names)
     return f"{first[:80]!r}" + (f" and {len(rest)} more are" if rest else " is")
 
@@ -188,44 +179,9 @@ def _name(dtype: torch.dtype) -> str:
 
 def digest(state: State, *words: str) -> str:
     """Returns a sha256 of a state and some words: the same digest gives the same training."""
-    found = hashlib.sha256("\x1f".join(words).encode())
+    sha256 = hashlib.sha256("\x1f".join(words).encode())
     for name, tensor in sorted(flat(state).items()):
-        array = np.ascontiguousarray(tensor.detach().cpu().numpy())
-        found.update(name.encode())
-        found.update(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
-    return found.hexdigest()
-
-
-# Uploads
-
-
-def expected_upload(method: Method, model: LaneModel, broadcast: State) -> State:
-    """Returns one lane of what an upload of this method holds, with the broadcast's values where it has them."""
-    declared, known = declared_upload(method, model), flat(broadcast)
-    return unflat({n: known.get(n, t) for n, t in flat(declared).items()})
-
-
-def checked_upload(content: RecordDict, like: State, bound: float) -> State:
-    """A site's upload, if it is what the method declares shared and not absurdly far from what was sent out.
-
-    ‖upload − broadcast‖ ≤ bound · max(1, ‖broadcast‖), for the parameters and for the running statistics.
-    """
-    upload = unpack(content, like)
-    for what, new, old in (("parameters", upload.params, like.params), ("statistics", upload.buffers, like.buffers)):
-        far = _norm(new[n].double() - old[n].double() for n in new)
-        size = max(1.0, _norm(t.double() for t in old.values()))
-        if not far <= bound * size:
-            raise Refused(f"its {what} are {far:.3g} from the broadcast, whose norm is {size:.3g} (Rounds.norm_bound)")
-    return upload
-
-
-def _norm(tensors: Iterable[Tensor]) -> float:
-    return math.sqrt(sum(float((t * t).sum()) for t in tensors))
-
-
-def read_numbers(content: RecordDict) -> dict[str, float | list[float]]:
-    """The `numbers` of a reply: floats and lists of floats."""
-    record = content.get("numbers", MetricRecord())
-    if not isinstance(record, MetricRecord):
-        raise Refused("its numbers are not numbers")
-    return {k: [float(x) for x in v] if isinstance(v, list) else float(v) for k, v in record.items()}
+        array: np.ndarray[Any, Any] = np.ascontiguousarray(tensor.detach().cpu().numpy())
+        sha256.update(name.encode())
+        sha256.update(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+    return sha256.hexdigest()

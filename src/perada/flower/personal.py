@@ -33,14 +33,15 @@ def personal_model(settings: SiteSettings, run: str = "") -> PersonalModel:
     plan, start, start_round, broadcast = site.state.load_broadcast(matching[-1])
     try:
         work = site.work(plan)
+        data = empty_federation(work.plan, torch.device("cpu"))
+        experiment = work.experiment_on(data)
         kept = site.state.newest(matching[-1])
         if kept is None and start:  # a run that continues another, in which the site was not sampled yet
             kept = site.state.before(start, start_round)
-        first = work.method.init(work.model)[2]
     except NeedsWeights as error:
         raise InputError(f"{site.state.path}: the server's weights are missing: take part in a run first") from error
     except Refused as error:
         raise InputError(f"{site.state.path}: {error}") from error
-    state = work.method.personal(work.here(broadcast), first if kept is None else work.here(kept))
-    data = empty_federation(work.plan, torch.device("cpu"))
-    return PersonalModel(settings.name, work.config, data, work.model, state)
+    kept = experiment.method.init(experiment.model)[2] if kept is None else experiment.here(kept)
+    state = experiment.method.personal(experiment.here(broadcast), kept)
+    return PersonalModel(settings.name, work.config, data, experiment.model, state)

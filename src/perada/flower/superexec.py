@@ -34,7 +34,7 @@ def main() -> None:
     from flwr.supercore.superexec.executor import subprocess_executor
     from flwr.supernode.cli import flwr_clientapp
 
-    from .messages import Refused, read_about
+    from .messages import Refused, read_request
 
     app: Any = importlib.import_module("perada.flower.app")
     executor: Any = subprocess_executor
@@ -43,7 +43,7 @@ def main() -> None:
     def handle_in_time(site: Any, content: Any) -> Any:
         within = 0.0
         with suppress(Refused):  # `handle` refuses it, too
-            within = read_about(content).within
+            within = read_request(content).within
         with limited(within):
             return handle(site, content)
 

@@ -13,7 +13,7 @@ from .layers import (
 )
 from .machine import bytes_per_lane
 from .model import NOTHING, Group, LaneModel, divide
-from .ops import get_ready, normalised, ops_for, side_by_side
+from .ops import normalised, ops_for
 from .optim import Pull, adam, adam_states, sgd
 from .pool import Pool
 from .random import fold, key_of, rng_of, uniform
@@ -65,7 +65,6 @@ __all__ = [
     "flattened",
     "fold",
     "gather",
-    "get_ready",
     "is_resnet",
     "join",
     "key_of",
@@ -85,7 +84,6 @@ __all__ = [
     "scatter",
     "sent",
     "sgd",
-    "side_by_side",
     "split",
     "stack",
     "uniform",

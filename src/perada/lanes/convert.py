@@ -105,7 +105,7 @@ def _lane_aware(layer: nn.Module, name: str, trained: bool) -> nn.Module | None:
     return recast(layer, kinds[type(layer)])
 
 
-SHORTCUT = re.compile(r"\.(downsample|shortcut)\.")  # the layers beside a block of a ResNet
+SHORTCUT = re.compile(r"\.(downsample|shortcut)\.")  # the shortcut of a block of a ResNet
 RESNET = {"conv1.weight", "bn1.weight", "layer1.0.conv1.weight", "layer1.0.bn1.weight"}
 
 
@@ -142,7 +142,7 @@ def default_groups(module: nn.Module, head: str) -> Groups:
     norms = frozenset(n for n in full.params if owner(n) in kinds and not (resnet and SHORTCUT.search(n)))
     # Where batch norms are personal, so are the statistics of every norm, also of those left out here.
     other_norms = frozenset(n for n in norms if not isinstance(kinds[owner(n)], batch_norms))
-    found = Groups(
+    groups = Groups(
         {
             "full": full,
             "adapter": Group(added | norms | output.params, everything.buffers),
@@ -154,5 +154,5 @@ def default_groups(module: nn.Module, head: str) -> Groups:
         }
     )
     if resnet:
-        found["input"] = Group(frozenset(filter(first, full.params)), frozenset(filter(first, full.buffers)))
-    return found
+        groups["input"] = Group(frozenset(filter(first, full.params)), frozenset(filter(first, full.buffers)))
+    return groups

@@ -67,7 +67,7 @@ class Gradient:
         logits = self.model(fresh, batch.images, norm=self.options.norm, dropout=batch.keys, slots=slots)
         each = self.loss(logits, batch.targets)
         losses = (each if batch.weights is None else each * batch.weights).mean(1)
-        found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+        slopes = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
         self.ops.join(self.model.device)
         losses = losses.detach()
         if self.losses is None:
@@ -75,7 +75,7 @@ class Gradient:
         else:
             self.totals.append(losses)
         with torch.no_grad():
-            grads = _collected(dict(zip(names, found, strict=True)), params, places, slots)
+            grads = _collected(dict(zip(names, slopes, strict=True)), params, places, slots)
             if self.options.clip is not None:
                 grads = _clipped(grads, self.options.clip)
             if self.options.weight_decay:
@@ -101,16 +101,16 @@ class Gradient:
 
 
 def _collected(
-    found: dict[str, Tensor | None], params: dict[str, Tensor], places: dict[str, Tensor], slots: Slots
+    slopes: dict[str, Tensor | None], params: dict[str, Tensor], places: dict[str, Tensor], slots: Slots
 ) -> dict[str, Tensor]:
     """Returns the gradients, each in its place where there are places. An operation that took a parameter's slot has
     written the gradient there; autograd then has none, or that of further uses of the parameter."""
     if not places:
-        return {n: torch.zeros_like(params[n]) if g is None else g for n, g in found.items()}
-    for name, g in found.items():
+        return {n: torch.zeros_like(params[n]) if g is None else g for n, g in slopes.items()}
+    for name, g in slopes.items():
         if g is not None:
             places[name].copy_(g) if slots.is_free(params[name]) else places[name].add_(g)
-    return {n: places[n] for n in found}
+    return {n: places[n] for n in slopes}
 
 
 def _clipped(grads: dict[str, Tensor], bound: float) -> dict[str, Tensor]:

@@ -16,15 +16,15 @@ from .model import LaneModel
 from .ops import plain
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-STATES = 6  # copies of a lane's parameters in a step: kept, computed with, gradients, new, given, returned
+STATES = 6  # copies of a lane's parameters in a step: kept, computed with, gradients, new, input, output
 REST = 1.3  # short-lived tensors, relative to those kept for the backward pass
 
 
 def keep_memory() -> None:
-    """Tell glibc's malloc to keep freed memory: a folded step frees and asks for the same hundreds of megabytes
-    again and again, and each time the kernel would clear the pages anew.
+    """Makes glibc's malloc keep freed memory.
 
-    It holds for the whole process, so programs call it, the library does not.
+    A folded step frees and requests the same hundreds of megabytes again and again, and each time the kernel would
+    clear the pages. This is set for the whole process, so programs call it, not the library.
     """
     if sys.platform != "linux":
         return
@@ -35,12 +35,12 @@ def keep_memory() -> None:
 
 
 def cores() -> int:
-    """Cores this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be had there."""
+    """Returns the bytes of memory that are free on a device; a huge number where this is unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -51,14 +51,14 @@ def free_memory(device: torch.device) -> int:
 
 
 def device_of(name: str) -> torch.device:
-    """Returns the device of a name: `auto` is a GPU where there is one."""
+    """Returns the device of this name; `auto` is a GPU where there is one."""
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("RunOptions.device=cuda: torch sees no CUDA device here; use --device cpu or auto")
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 
 def precision_of(asked: str, device: torch.device) -> str:
-    """Returns what `auto` is on a device: the fastest precision that costs no accuracy (docs/performance.md)."""
+    """Returns the precision; `auto` is the fastest one that costs no accuracy (docs/performance.md)."""
     if asked != "auto":
         return asked
     return "bf16" if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
@@ -84,12 +84,12 @@ def bytes_per_lane(model: LaneModel, size: tuple[int, int], batch: int) -> int:
             kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
-    def columns(layer: LaneConv2d, given: tuple[Tensor], out: Tensor) -> None:
+    def columns(layer: LaneConv2d, inputs: tuple[Tensor], out: Tensor) -> None:
         """Adds what a trained convolution keeps instead of its input, where it is a product of columns."""
-        (outputs, inputs, *taps), pixels = layer.weight.shape[-4:], out.shape[2] * out.shape[3]
+        (n_out, n_in, *taps), pixels = layer.weight.shape[-4:], out.shape[2] * out.shape[3]
         trained = layer.weight.dim() == 5 and taps != [1, 1] and layer.groups == 1
-        if trained and choose(model.device.type, inputs, outputs, pixels) == "columns":
-            kept[id(layer)] = len(out) * pixels * inputs * taps[0] * taps[1] * out.element_size()
+        if trained and choose(model.device.type, n_in, n_out, pixels) == "columns":
+            kept[id(layer)] = len(out) * pixels * n_in * taps[0] * taps[1] * out.element_size()
 
     def as_is(tensor: Any) -> Any:
         return tensor

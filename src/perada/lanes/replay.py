@@ -13,16 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from .gradient import Batch
 from .state import State, flattened, sent
-
-if TYPE_CHECKING:
-    from .gradient import Batch
-    from .train import Job, Result, Run
+from .train import Job, Result, Run, one_step
 
 DEVICES = ("cuda",)  # where steps are recorded; tests add the CPU, which runs them without recording
 KEPT = 8  # loops whose recordings are kept: the last used
@@ -35,13 +33,13 @@ class Static(Protocol):
     """Batches that live in fixed tensors and take a tensor of steps."""
 
     def shape(self) -> Hashable:
-        """Returns what two of them must have in common for `copy_`; None if these cannot be recorded."""
+        """Returns what two of them must have in common for `copy_`; None if they cannot be recorded."""
 
     def copy_(self, other: Any) -> None: ...
 
     @property
     def capacity(self) -> int:
-        """The number of steps that fit."""
+        """Returns the number of steps that fit."""
 
     def twin(self) -> Any:
         """Returns a copy with its own tensors, which may fit more steps."""
@@ -50,7 +48,7 @@ class Static(Protocol):
 
 
 def recorded(job: Job, slots: int) -> Replay | None:
-    """Returns the recordings for such a job, an earlier one's if it was alike; None if steps cannot be recorded."""
+    """Returns the recordings for a job, which may be those of an earlier one like it; None if it cannot be recorded."""
     model, batches = job.model, job.batches
     if job.key is None or model.device.type not in DEVICES or not isinstance(batches, Static):
         return None
@@ -71,13 +69,11 @@ class Replay:
     """Slots, and recorded steps that work on the first n of them."""
 
     def __init__(self, job: Job, batches: Any, slots: int) -> None:
-        from .train import Run
-
         self.job, self.batches = replace(job, start=(), batches=batches, steps=()), batches  # without the job's tensors
         self.own = [s.lanes == job.lanes for s in job.start]  # the others are shared by all lanes
         states = tuple(
-            flattened(s.map(lambda t: t[:1].expand(slots, *t.shape[1:])) if mine else s) if s.lanes else s
-            for s, mine in zip(job.start, self.own, strict=True)
+            flattened(s.map(lambda t: t[:1].expand(slots, *t.shape[1:])) if own else s) if s.lanes else s
+            for s, own in zip(job.start, self.own, strict=True)
         )
         none, device = torch.zeros(slots, dtype=torch.int64), job.model.device
         self.run = Run.of(states, none, none.clone(), batches.capacity, job.dtype, device)
@@ -85,16 +81,14 @@ class Replay:
         self.pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def train(self, job: Job) -> Result:
-        """Runs a job of this kind."""
-        from .train import Result, Run
-
+        """Runs a job that is like the one these slots were made for."""
         run, model, steps, slots = self.run, job.model, job.steps, len(self.run.finite)
-        given = tuple(flattened(s) if s.lanes else s for s in job.start)
-        for mine, state, own in zip(run.states, given, self.own, strict=True):
+        start = tuple(flattened(s) if s.lanes else s for s in job.start)
+        for slot_state, state, own in zip(run.states, start, self.own, strict=True):
             if not own and state.lanes:
-                _write(mine, slice(None), state, slice(None))
+                _write(slot_state, slice(None), state, slice(None))
         self.batches.copy_(job.batches)
-        kept = tuple(s.with_flat(s.flat[0].clone(), s.flat[1].clone()) if s.flat else s for s in given)
+        kept = tuple(s.with_flat(s.flat[0].clone(), s.flat[1].clone()) if s.flat else s for s in start)
         done = Run.of(kept, torch.arange(len(steps)), torch.tensor(steps), max(steps), job.dtype, model.device)
         run.counts.zero_()
         run.at.zero_()
@@ -104,7 +98,7 @@ class Replay:
             if span.stored:
                 self._store(done, *_columns(span.stored, model.device))
             if span.loaded:
-                self._load(given, done.counts, *_columns(span.loaded, model.device))
+                self._load(start, done.counts, *_columns(span.loaded, model.device))
             for high, low in span.moved:
                 self._move(high, low)
             for _ in range(span.steps):
@@ -118,31 +112,33 @@ class Replay:
     def _store(self, done: Run, here: Tensor, there: Tensor) -> None:
         """Copies the slots `here` to the lanes `there`, which are done."""
         run = self.run
-        for mine, state in self._lanes(done.states):
-            _write(state, there, mine, here)
+        for slots, state in self._lanes(done.states):
+            _write(state, there, slots, here)
         done.finite[there] = run.finite[here]
         done.trace[:, there] = run.trace[: len(done.trace), here]
         run.counts[here] = run.at[here] = 0
 
-    def _load(self, given: tuple[State, ...], counts: Tensor, here: Tensor, there: Tensor) -> None:
+    def _load(self, start: tuple[State, ...], counts: Tensor, here: Tensor, there: Tensor) -> None:
         """Copies the lanes `there` into the slots `here`, where they begin."""
         run = self.run
-        for mine, state in self._lanes(given):
-            _write(mine, here, state, there)
+        for slots, state in self._lanes(start):
+            _write(slots, here, state, there)
         run.finite[here] = True
         run.order[here], run.counts[here], run.at[here] = there, counts[there], torch.zeros_like(there)
         run.trace[:, here] = torch.nan
 
     def _move(self, high: int, low: int) -> None:
+        """Moves a lane to a lower slot."""
         run = self.run
-        for mine, _ in self._lanes(run.states):
-            _write(mine, slice(low, low + 1), mine, slice(high, high + 1))
+        for slots, _ in self._lanes(run.states):
+            _write(slots, slice(low, low + 1), slots, slice(high, high + 1))
         for tensor in (run.finite, run.order, run.counts, run.at, run.trace.T):
             tensor[low].copy_(tensor[high])
         run.counts[high].zero_()
         run.at[high].zero_()
 
     def step(self, width: int) -> None:
+        """Updates the first `width` slots once. Records the step when this width is new."""
         if self.job.model.device.type != "cuda":
             self._one(width)
             return
@@ -151,8 +147,6 @@ class Replay:
         self.graphs[width].replay()
 
     def _one(self, width: int) -> None:
-        from .train import one_step
-
         batch = self.batches(self.run.at[:width], self.run.order[:width])
         one_step(self.job, self.run, batch, width)
 
@@ -180,9 +174,9 @@ class Replay:
         self.graphs[width] = graph
 
 
-def _write(mine: State, here: Any, given: State, there: Any) -> None:
+def _write(target: State, here: Any, source: State, there: Any) -> None:
     """Copies the lanes `there` of one flat state over the lanes `here` of another."""
-    for a, b in zip(mine.flat or (), given.flat or (), strict=True):
+    for a, b in zip(target.flat or (), source.flat or (), strict=True):
         a[here] = b[there]
 
 

@@ -27,7 +27,7 @@ class State:
 
     @property
     def lanes(self) -> int:
-        """K; 0 for a state that holds nothing."""
+        """Returns K; 0 for an empty state."""
         for tensor in self.tensors():
             return int(tensor.shape[0])
         return 0
@@ -92,8 +92,8 @@ def flattened(state: State) -> State:
     def one(tensors: dict[str, Tensor]) -> Tensor:
         if not tensors:
             return next(iter(state.tensors())).new_zeros(state.lanes, 0)
-        held = [_side_by_side(t) for t in tensors.values()]
-        return torch.cat([*held, held[0].new_zeros(state.lanes, -sum(t.shape[1] for t in held) % 64)], 1)
+        rows = [_side_by_side(t) for t in tensors.values()]
+        return torch.cat([*rows, rows[0].new_zeros(state.lanes, -sum(t.shape[1] for t in rows) % 64)], 1)
 
     return state.with_flat(one(state.params), one(state.buffers))
 
@@ -119,7 +119,7 @@ def _zip(states: Sequence[State], fn: Callable[[list[Tensor]], Tensor]) -> State
     first = states[0]
     for other in states[1:]:
         if first.params.keys() != other.params.keys() or first.buffers.keys() != other.buffers.keys():
-            raise ValueError("states hold different names; use only() or merge() first")
+            raise ValueError("states have different names: use only() or merge() first")
     return State(
         {n: fn([s.params[n] for s in states]) for n in first.params},
         {n: fn([s.buffers[n] for s in states]) for n in first.buffers},

@@ -25,7 +25,7 @@ class Stem:
 
     ends: Tensor  # [N, 2, B, H, W, C]: maxima and minima; [N, 1, ...] without pooling
     moments: Tensor  # [N, 2, C]: mean and variance
-    pixels: int  # how many these are of
+    pixels: int  # how many pixels the moments are of
     number: Tensor  # int64 [K]: which chunk each lane sees
 
     @staticmethod
@@ -41,15 +41,15 @@ class Stem:
 
     @staticmethod
     def joined(stems: Sequence[Stem]) -> Stem:
-        """Returns the chunks of all, one after another."""
+        """Returns the chunks of all stems, one after another."""
         return replace(stems[0], ends=torch.cat([s.ends for s in stems]), moments=torch.cat([s.moments for s in stems]))
 
     def seen(self, number: Tensor) -> Stem:
-        """Returns it for lanes that see these chunks, int64 `[K]`."""
+        """Returns the stem for lanes that see these chunks, int64 `[K]`."""
         return replace(self, number=number)
 
     def by(self, lanes: int) -> Stem:
-        """Returns it for so many lanes, which all see the same chunk unless there is a number per lane."""
+        """Returns the stem for this many lanes, which all see the same chunk unless there is a number per lane."""
         return self if len(self.number) == lanes else replace(self, number=self.number.expand(lanes).contiguous())
 
     @property
@@ -62,7 +62,7 @@ class Stem:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape that the first layer's pooled output for all lanes has."""
+        """Returns the shape of the first layer's pooled output for all lanes."""
         _, _, batch, height, width, channels = self.ends.shape
         return torch.Size((len(self.number) * batch, channels, height, width))
 

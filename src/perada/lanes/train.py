@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .gradient import Batch, Gradient, Loss, Options
 from .model import LaneModel
-from .replay import recorded
 from .state import State, gather, sent, stack
 
 Batches = Callable[[int, Tensor], Batch]
@@ -36,7 +35,7 @@ class Result:
 
 
 Update = Callable[[Gradient, tuple[State, ...]], tuple[State, ...]]
-"""One step of a method: the states of k lanes -> their new states. A tensor that is returned as it was given stays. An
+"""One step of a method: the states of k lanes -> their new states. A tensor that is returned as it is stays. An
 optimiser may add to `gradient.changes` instead."""
 
 
@@ -91,6 +90,8 @@ class Job:
 @torch.no_grad()
 def alone(job: Job) -> Result:
     """Runs a job by itself."""
+    from .replay import recorded  # imports this module
+
     lanes, longest = job.lanes, max(job.steps, default=0)
     slots = min(job.slots or lanes, lanes)
     replay = recorded(job, slots) if longest else None
@@ -112,12 +113,12 @@ def _group(job: Job, numbers: Sequence[int]) -> Result:
     order = torch.argsort(counts, descending=True, stable=True)
     back, lanes, longest = torch.argsort(order), torch.tensor(numbers)[order], int(counts.max())
     own = [s.lanes == job.lanes for s in job.start]  # the others are shared by all lanes
-    states = tuple(gather(s, lanes) if mine else s for s, mine in zip(job.start, own, strict=True))
+    states = tuple(gather(s, lanes) if one else s for s, one in zip(job.start, own, strict=True))
     run = Run.of(states, lanes, counts[order], longest, job.dtype, job.model.device)
     for step in range(longest):
         width = _width(int((counts > step).sum()), len(lanes), job.options.widths)
         one_step(job, run, job.batches(step, run.order[:width]), width)
-    states = tuple(gather(s, back) if mine else s for s, mine in zip(run.states, own, strict=True))
+    states = tuple(gather(s, back) if one else s for s, one in zip(run.states, own, strict=True))
     back = back.to(job.model.device)
     return Result(states, run.trace[:-1, back], run.finite[back])
 
@@ -170,11 +171,11 @@ def one_step(job: Job, run: Run, batch: Batch, width: int) -> None:
         change.write(moves)
 
 
-def check_lanes(lanes: int, **given: Sequence[float]) -> None:
+def check_lanes(lanes: int, **settings: Sequence[float]) -> None:
     """Raises ValueError unless there is one value per lane."""
-    for what, values in given.items():
+    for name, values in settings.items():
         if len(values) != lanes:
-            raise ValueError(f"{what}: {len(values)} values for {lanes} lanes")
+            raise ValueError(f"{name}: {len(values)} values for {lanes} lanes")
 
 
 def _width(active: int, lanes: int, widths: tuple[int, ...] | None) -> int:

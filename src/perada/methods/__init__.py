@@ -12,7 +12,7 @@ from typing import Any
 from ..adapters import adapt
 from ..errors import InputError, unknown
 from ..lanes import LaneModel
-from ..models import GroupSizes, network_of
+from ..models import group_sizes, network_of
 from ..plugins import PATH, called, check, find
 from .apfl import APFL
 from .contract import Finisher, Judge, Method, Parts, check_upload, declared_upload
@@ -95,7 +95,7 @@ REGISTRY: dict[str, Callable[..., Method]] = {  # in the order of the paper's ta
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that cannot be a method; imports nothing."""
+    """Raises InputError if a name cannot be a method. Imports nothing."""
     check("method", GROUP, name, REGISTRY)
 
 
@@ -109,7 +109,7 @@ def _fields(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def hyperparameters(name: str) -> dict[str, Any]:
-    """Returns the settings that a method has, and their types."""
+    """Returns the settings of a method and their types."""
     kind, fields = _fields(name)
     types = typing.get_type_hints(kind) if fields else {}
     return {n: types[n] for n in fields}
@@ -121,7 +121,7 @@ def grids(name: str) -> dict[str, tuple[Any, ...]]:
 
 
 def make_method(name: str, settings: Mapping[str, Any]) -> Method:
-    """Returns the method with its hyper-parameters; an unknown one is an error that suggests the nearest."""
+    """Returns a method with these settings. Raises InputError, with the nearest name, for an unknown setting."""
     known = hyperparameters(name)
     for key in settings:
         if key not in known:
@@ -129,25 +129,23 @@ def make_method(name: str, settings: Mapping[str, Any]) -> Method:
                 raise InputError(f"method {name!r} has no settings, so method.{key} means nothing: remove it")
             raise unknown("key", f"method.{key}", [f"method.{k}" for k in known])
     made = find("method", GROUP, name, REGISTRY)
-    if name in REGISTRY:
-        return made(**settings)  # type: ignore[no-any-return]
-    settles = dataclasses.is_dataclass(made)  # its ValueError is about a setting, as ours is
-    method = made(**settings) if settles else called("method", name, made, **settings)
+    direct = name in REGISTRY or dataclasses.is_dataclass(made)  # then a ValueError is about a setting
+    method = made(**settings) if direct else called("method", name, made, **settings)
     if isinstance(method, type) or not isinstance(method, Method):
         raise InputError(f"method {name!r} is a {type(method).__name__}, which lacks a part of perada.methods.Method")
     return method
 
 
 def name_of(method: Method) -> dict[str, Any]:
-    """Returns the `[method]` section that makes this method again."""
+    """Returns the `[method]` section that builds this method."""
     kind: Any = type(method)
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     fixed = {f.name: getattr(method, f.name) for f in fields if f.metadata.get("fixed")}
     settings = {f.name: getattr(method, f.name) for f in fields if not f.metadata.get("fixed")}
     defaults = {f.name: f.default for f in fields if f.name in fixed}
     for name, made in REGISTRY.items():
-        ours, given = (made.func, made.keywords) if isinstance(made, partial) else (made, {})
-        if ours is kind and {**defaults, **given} == fixed:
+        ours, choices = (made.func, made.keywords) if isinstance(made, partial) else (made, {})
+        if ours is kind and {**defaults, **choices} == fixed:
             return {"name": name, **settings}
     name = f"{kind.__module__}:{kind.__qualname__}"
     if not PATH.fullmatch(name):
@@ -157,13 +155,13 @@ def name_of(method: Method) -> dict[str, Any]:
 
 def sizes_of(method: Method, lanes: LaneModel) -> dict[str, int]:
     """Returns the parameters that a client trains and sends each round, from the declarations that training uses."""
-    parts = method.parts
-    sizes, upload = GroupSizes.of(lanes.module, lanes.groups), declared_upload(method, lanes)
+    parts, upload = method.parts, declared_upload(method, lanes)
+    sizes = group_sizes(lanes.module, lanes.groups)
     return {
-        "trained": parts.copies * sizes.parameters(sizes.groups[parts.trains]),
+        "trained": parts.copies * sizes[parts.trains]["parameters"],
         "communicated": upload.parameters_per_lane(),
         "communicated_buffers": sum(t[0].numel() for t in upload.buffers.values()),
-        "full": sizes.parameters(sizes.groups["full"]),
+        "full": sizes["full"]["parameters"],
     }
 
 
@@ -171,5 +169,5 @@ def method_sizes(name: str, backbone: str = "resnet18", classes: int = 10) -> di
     """Returns `sizes_of` a method with its defaults, less the size of the full model."""
     made, method = network_of(backbone, classes), find("method", GROUP, name, REGISTRY)()
     adapter = "residual" if method.parts.adapters else None
-    found = sizes_of(method, adapt(made.net, adapter=adapter, trained=method.parts.trains, head=made.head))
-    return {k: v for k, v in found.items() if k != "full"}
+    sizes = sizes_of(method, adapt(made.net, adapter=adapter, trained=method.parts.trains, head=made.head))
+    return {k: v for k, v in sizes.items() if k != "full"}

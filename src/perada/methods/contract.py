@@ -25,14 +25,14 @@ class Parts:
     own_step: bool = False  # whether it writes its own step, to which train.momentum does not apply
 
     def shared(self, groups: Mapping[str, Group]) -> Group:
-        """What of a lane crosses the network."""
+        """Returns the part of a lane that crosses the network."""
         shared = groups[self.shares] if self.shares else NOTHING
         return shared - groups[self.withholds] if self.withholds else shared
 
 
 @runtime_checkable
 class Method(Protocol):
-    """Written for a stack of clients: a simulation passes a cohort, a site on its own passes one."""
+    """A method, written for a stack of clients: a simulation passes a cohort, a site on its own passes one."""
 
     @property
     def parts(self) -> Parts: ...
@@ -47,7 +47,7 @@ class Method(Protocol):
         """Runs at the server: (state, uploads) -> (state, next broadcast)."""
 
     def personal(self, received: State, kept: State) -> State:
-        """What the clients predict with: a lane each, or one lane that all share."""
+        """Returns what the clients predict with: one lane per client, or one lane that all share."""
 
 
 @runtime_checkable
@@ -55,7 +55,7 @@ class Judge(Protocol):
     """A method whose clients score the guard's candidates on their own validation data."""
 
     def client_score(self, trainer: Trainer, candidates: State) -> Tensor:
-        """Losses `[candidates, clients]`."""
+        """Returns losses `[candidates, clients]`."""
 
 
 @runtime_checkable
@@ -63,7 +63,7 @@ class Finisher(Protocol):
     """A method with a last stage at every client, after the last round; before it, clients keep nothing."""
 
     def finish(self, trainer: Trainer, received: State, kept: State) -> State:
-        """What the clients keep then: a lane each."""
+        """Returns what the clients keep then, one lane per client."""
 
 
 @runtime_checkable
@@ -71,7 +71,11 @@ class Declares(Protocol):
     """A method that sends more than a group of the model, or something else: counts, masks, control variates."""
 
     def upload(self, model: LaneModel) -> State:
-        """Returns one lane of what a client sends: its names, shapes and types count, not its values."""
+        """Returns one lane of what a client sends: its names, shapes and types.
+
+        The values count over a network only: there an upload may not be absurdly far from the broadcast, or from these
+        values where the broadcast does not have the name.
+        """
 
 
 def declared_upload(method: Method, model: LaneModel) -> State:
@@ -102,7 +106,7 @@ def check_upload(method: Method, model: LaneModel, upload: State) -> State:
 
 
 def not_negative(method: object, *names: str) -> None:
-    """Refuse settings below zero; `config` puts `method.` before the words."""
+    """Raises ValueError for a setting below zero. `config` puts `method.` in front of the message."""
     for name in names:
         if getattr(method, name) < 0:
             raise ValueError(f"{name} must not be negative, not {getattr(method, name)}")

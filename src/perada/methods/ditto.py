@@ -1,4 +1,4 @@
-"""Ditto: FedAvg for everybody, and beside it a personal model pulled towards it.
+"""Ditto: FedAvg, and for each client a personal model pulled towards the global one.
 
 Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021,
 Algorithm 1: `min_v L_m(v) + λ/2 ‖v − w*‖²` with w* the global optimum. For each sampled client m:

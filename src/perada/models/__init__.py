@@ -1,10 +1,8 @@
-"""Backbones, their weights and their parameter groups."""
-
-from __future__ import annotations
+"""Backbones by name, their weights and their parameter groups."""
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,7 @@ from ..adapters import Residual
 from ..errors import InputError
 from ..lanes import Group, default_groups, key_of
 from ..plugins import called, check, find
-from .backbone import Backbone
-from .packages import PACKAGES
+from .backbone import PACKAGES, Backbone
 from .resnet import SHAPES, resnet
 from .weights import WEIGHTS, WeightReport, load_into, read_weights
 
@@ -25,10 +22,8 @@ __all__ = [
     "BACKBONES",
     "WEIGHTS",
     "Backbone",
-    "GroupSizes",
     "WeightReport",
     "backbone",
-    "build_backbone",
     "count_groups",
     "group_sizes",
     "known",
@@ -45,7 +40,7 @@ GROUP = "perada.backbones"  # of entry points
 
 
 def known(name: str) -> None:
-    """Refuses a name that cannot be a backbone. Builds and imports nothing.
+    """Raises InputError if a name cannot be a backbone. Builds and imports nothing.
 
     A name is one of `BACKBONES`, `torchvision:NAME`, `timm:NAME`, `package.module:callable`, or an entry point.
     """
@@ -55,16 +50,16 @@ def known(name: str) -> None:
 
 
 def names_code(name: str) -> bool:
-    """Returns whether what this name stands for is in a module that the name itself chooses."""
+    """Returns whether a name chooses the module whose code builds the backbone."""
     package, colon, _ = name.partition(":")
     return bool(colon) and package not in PACKAGES
 
 
 def backbone(name: str, classes: int, seed: int = 0, head: str = "") -> Backbone:
-    """Returns the network of that name for so many classes, with first weights that depend on the seed.
+    """Returns the network of this name for so many classes, with first weights that depend on the seed.
 
-    A callable is called with `classes`. It returns a module, or a `Backbone`; a string attribute `head` of it or of
-    the module names the prediction layer. The argument `head` names another.
+    A callable gets `classes` and returns a module or a `Backbone`. A string attribute `head` of the callable or of the
+    module names the prediction layer. The argument `head` overrides it.
     """
     known(name)
     if name in SHAPES:
@@ -89,30 +84,6 @@ def backbone(name: str, classes: int, seed: int = 0, head: str = "") -> Backbone
     return made
 
 
-def build_backbone(name: str, classes: int, weights: str, seed: int) -> tuple[nn.Module, WeightReport | None]:
-    """Returns a network with its weights in place (see `read_weights`; "random" for none), and what they gave."""
-    made = backbone(name, classes, seed)
-    return made.net, made.load(weights)
-
-
-@dataclass(frozen=True)
-class GroupSizes:
-    """The parameter groups of a network, and the size of every tensor they name."""
-
-    groups: Mapping[str, Group]
-    size: Mapping[str, int]
-
-    @staticmethod
-    def of(net: nn.Module, groups: Mapping[str, Group]) -> GroupSizes:
-        return GroupSizes(groups, {n: t.numel() for n, t in (*net.named_parameters(), *net.named_buffers())})
-
-    def parameters(self, group: Group) -> int:
-        return sum(self.size[n] for n in group.params)
-
-    def buffers(self, group: Group) -> int:
-        return sum(self.size[n] for n in group.buffers)
-
-
 @lru_cache
 def network_of(name: str, classes: int) -> Backbone:
     """Returns a backbone with random weights; the same object for the same arguments."""
@@ -120,19 +91,22 @@ def network_of(name: str, classes: int) -> Backbone:
 
 
 @lru_cache
-def group_sizes(name: str, classes: int) -> GroupSizes:
-    """Returns the group sizes of a backbone with residual adapters, where it has places for them."""
+def count_groups(name: str, classes: int) -> dict[str, dict[str, int]]:
+    """Returns `group_sizes` of a backbone, with residual adapters where it has places for them."""
     made, kind = network_of(name, classes), Residual()
     net = copy.deepcopy(made.net)
     if kind.places(net):
         kind.insert(net, 0)
-    return GroupSizes.of(net, default_groups(net, made.head))
+    return group_sizes(net, default_groups(net, made.head))
 
 
-def count_groups(name: str, classes: int) -> dict[str, dict[str, int]]:
-    """Returns the parameters and buffers (running statistics) of every group of a backbone with adapters."""
-    sizes = group_sizes(name, classes)
-    return {n: {"parameters": sizes.parameters(g), "buffers": sizes.buffers(g)} for n, g in sizes.groups.items()}
+def group_sizes(net: nn.Module, groups: Mapping[str, Group]) -> dict[str, dict[str, int]]:
+    """Returns the numbers of parameters and buffers (running statistics) in every group of a network."""
+    size = {n: t.numel() for n, t in (*net.named_parameters(), *net.named_buffers())}
+    return {
+        name: {"parameters": sum(size[n] for n in g.params), "buffers": sum(size[n] for n in g.buffers)}
+        for name, g in groups.items()
+    }
 
 
 def with_weights(net: nn.Module, file: Path) -> nn.Module:

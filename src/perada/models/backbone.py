@@ -1,6 +1,7 @@
-"""A network with what it says about its images."""
+"""A network with what it says about its images, and the networks of torchvision and timm."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..lanes import last_linear
-from .weights import WeightReport, load_into, read_weights
+from .weights import WeightReport, load_into, package, read_weights
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,8 @@ class Backbone:
     """A network, its head, and the images it expects.
 
     head: the name of the prediction layer; by default the last linear layer.
-    size, mean, std: pixels per side and normalisation that its pretrained weights expect; None: the data's own.
-    name: what it was built from, such as "resnet18".
+    size, mean, std: pixels per side and normalisation that its pretrained weights expect; None takes the data's own.
+    name: the name that it was built from, such as "resnet18".
     """
 
     net: nn.Module
@@ -51,7 +52,7 @@ class Backbone:
 
     @torch.no_grad()
     def check(self, image: Sequence[int], classes: int) -> None:
-        """Refuses a network that cannot take images `[n, *image]`, or does not give one logit per class."""
+        """Raises InputError if the network cannot take images `[n, *image]` or does not give one logit per class."""
         shape, training = "×".join(map(str, image)), self.net.training
         weight = next(self.net.parameters())
         try:
@@ -62,5 +63,37 @@ class Backbone:
         finally:
             self.net.train(training)
         if not isinstance(logits, Tensor) or logits.shape != (2, classes):
-            given = f"{list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-            raise InputError(f"the backbone must give logits [2, {classes}] for two images, not {given}")
+            shown = f"{list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+            raise InputError(f"the backbone must give logits [2, {classes}] for two images, not {shown}")
+
+
+def torchvision(name: str, classes: int) -> Backbone:
+    """Returns torchvision's network of this name, with random weights."""
+    models = package("torchvision", "torchvision.models")
+    _check(name, models.list_models(module=models), "torchvision")
+    images = models.get_model_weights(name).DEFAULT.transforms()
+    net = models.get_model(name, weights=None, num_classes=classes)
+    return Backbone(net, size=images.crop_size[0], mean=tuple(images.mean), std=tuple(images.std))
+
+
+def timm(name: str, classes: int) -> Backbone:
+    """Returns timm's network of this name, with random weights."""
+    models = package("timm", "timm")
+    if not models.is_model(name):
+        _check(name, models.list_models(), "timm")
+    net = models.create_model(name, pretrained=False, num_classes=classes)
+    head = next((n for n, m in net.named_modules() if m is net.get_classifier()), "")
+    images = net.pretrained_cfg
+    return Backbone(net, head, images["input_size"][-1], tuple(images["mean"]), tuple(images["std"]))
+
+
+PACKAGES = {"torchvision": torchvision, "timm": timm}
+
+
+def _check(name: str, known: Iterable[str], library: str) -> None:
+    """Raises InputError, with the nearest name, if a library does not know this network."""
+    names = list(known)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"{library} has no model {name!r} for classification{hint}")

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..lanes import LaneBatchNorm, Stem, key_of, side_by_side
+from ..lanes import LaneBatchNorm, Stem, key_of, ops_for
 
 
 def normed(norm: nn.Module, x: Tensor, add: Tensor | None = None) -> Tensor:
-    """ReLU(norm(x) + add): a lane-aware norm does it in one go."""
+    """Returns ReLU(norm(x) + add), which a lane-aware norm computes at once."""
     if isinstance(norm, LaneBatchNorm):
         return norm(x, add, relu=True)  # type: ignore[no-any-return]
     y: Tensor = norm(x)
@@ -23,18 +23,18 @@ def normed(norm: nn.Module, x: Tensor, add: Tensor | None = None) -> Tensor:
 
 
 def shortcut(inputs: int, outputs: int, stride: int) -> nn.Module | None:
-    """Returns the convolution beside a block that changes its input's shape; None where it does not."""
+    """Returns the convolution of a block's shortcut; None where the block keeps its input's shape."""
     if stride == 1 and inputs == outputs:
         return None
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
-def joined(norm: nn.Module, path: Callable[[Tensor], Tensor], beside: nn.Module | None, x: Tensor) -> Tensor:
-    """ReLU(norm(path(x)) + beside(x))."""
-    if beside is None:
+def joined(norm: nn.Module, path: Callable[[Tensor], Tensor], short: nn.Module | None, x: Tensor) -> Tensor:
+    """Returns ReLU(norm(path(x)) + short(x))."""
+    if short is None:
         return normed(norm, path(x), x)
-    short, y = side_by_side(beside, path, x)
-    return normed(norm, y, short)
+    less, more = ops_for(x.device).side_by_side(short, path, x)
+    return normed(norm, more, less)
 
 
 class BasicBlock(nn.Module):

@@ -78,7 +78,7 @@ def package(name: str, module: str) -> Any:
     """Returns a module of an optional package, or says in one line why there is none."""
     try:
         return import_module(module)
-    except (ImportError, RuntimeError) as error:  # a CUDA build beside a CPU torch raises RuntimeError
+    except (ImportError, RuntimeError) as error:  # a CUDA build next to a CPU torch raises RuntimeError
         install = "pip install 'perada[vision]'" if name == "torchvision" else f"pip install {name}"
         first = next(iter(str(error).splitlines()), "")
         raise InputError(f"{name} cannot be imported ({first}): {install}") from error
@@ -114,26 +114,26 @@ def _from_library(library: str, backbone: str) -> dict[str, Tensor]:
 def load_into(net: nn.Module, tensors: dict[str, Tensor], source: str, head: str = "fc") -> WeightReport:
     """Copies what fits and reports it. A head for other classes is left out; any other wrong shape is an error."""
     own = {k: t for k, t in net.state_dict().items() if not k.endswith("num_batches_tracked")}
-    given = {k: t for k, t in tensors.items() if not k.endswith("num_batches_tracked")}
+    loaded = {k: t for k, t in tensors.items() if not k.endswith("num_batches_tracked")}
     fits = "loaded"
-    if any(k.startswith(f"{head}.") and (k not in own or own[k].shape != t.shape) for k, t in given.items()):
-        given = {k: t for k, t in given.items() if not k.startswith(f"{head}.")}
+    if any(k.startswith(f"{head}.") and (k not in own or own[k].shape != t.shape) for k, t in loaded.items()):
+        loaded = {k: t for k, t in loaded.items() if not k.startswith(f"{head}.")}
         fits = "new (the file's is for other classes)"
-    elif not any(k.startswith(f"{head}.") for k in given):
+    elif not any(k.startswith(f"{head}.") for k in loaded):
         fits = "new (the file has none)"
-    wrong = [k for k in own.keys() & given.keys() if own[k].shape != given[k].shape]
+    wrong = [k for k in own.keys() & loaded.keys() if own[k].shape != loaded[k].shape]
     if wrong:
         k = min(wrong)
         raise InputError(
-            f"ModelOptions.weights: {source}: {k} has shape {list(given[k].shape)} but the network needs "
+            f"ModelOptions.weights: {source}: {k} has shape {list(loaded[k].shape)} but the network needs "
             f"{list(own[k].shape)}: is ModelOptions.backbone the one these weights were made for?"
         )
-    shared = own.keys() & given.keys()
+    shared = own.keys() & loaded.keys()
     if not shared:
         raise InputError(
             f"ModelOptions.weights: no key of {source} fits this network: is it a checkpoint of another one?"
         )
     for k in shared:
-        own[k].copy_(given[k])
-    missing = tuple(sorted(k for k in own.keys() - given.keys() if fits == "loaded" or not k.startswith(f"{head}.")))
-    return WeightReport(source, len(shared), missing, tuple(sorted(given.keys() - own.keys())), fits)
+        own[k].copy_(loaded[k])
+    missing = tuple(sorted(k for k in own.keys() - loaded.keys() if fits == "loaded" or not k.startswith(f"{head}.")))
+    return WeightReport(source, len(shared), missing, tuple(sorted(loaded.keys() - own.keys())), fits)

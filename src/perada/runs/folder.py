@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..errors import Damaged, InputError
 from ..lanes import State
-from .jsonfiles import fits, read_object, read_rows
+from .jsonfiles import Kinds, fits, read_object, read_rows
 from .rows import Evaluation
 
 try:
@@ -162,6 +162,15 @@ def load_state(path: Path) -> State:
     except (SafetensorError, OSError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
     return State(params, buffers)
+
+
+def read_states(folder: Path, kinds: Kinds) -> tuple[dict[str, Any], dict[str, State]]:
+    """Returns a folder's state.json, and its states by name, if every file has the checksum that is noted there."""
+    note = read_object(folder / "state.json", {**kinds, "sha256": dict}, "it is not what was written")
+    for name, digest in note["sha256"].items():
+        if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
+            raise InputError(f"{name} does not match its checksum")
+    return note, {name.removesuffix(".safetensors"): load_state(folder / name) for name in sorted(note["sha256"])}
 
 
 def _empty(path: Path) -> None:
@@ -372,20 +381,10 @@ class RunFolder:
         return None, warnings
 
     def _read(self, path: Path) -> Checkpoint:
-        kinds = {"round": int, "sha256": dict, "note": dict}
-        note = read_object(path / "state.json", kinds, "it is not what was written")
-        for name, digest in note["sha256"].items():
-            if hashlib.sha256((path / name).read_bytes()).hexdigest() != digest:
-                raise InputError(f"{name} does not match its checksum")
-        kept = [load_state(path / n) for n in sorted(note["sha256"]) if n.startswith("kept-")]
+        note, states = read_states(path, {"round": int, "note": dict})
         self._hashes, self._newest = note["sha256"], path
-        return Checkpoint(
-            round=note["round"],
-            server=load_state(path / "server.safetensors"),
-            broadcast=load_state(path / "broadcast.safetensors"),
-            clients=kept,
-            note=note["note"],
-        )
+        kept = [state for name, state in states.items() if name.startswith("kept-")]
+        return Checkpoint(note["round"], states["server"], states["broadcast"], kept, note["note"])
 
     # the frozen backbone, where it cannot be made again from the config alone
 

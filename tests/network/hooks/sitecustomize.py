@@ -15,7 +15,7 @@ if "perada.flower.superexec" in sys.orig_argv:
     from safetensors.torch import load, save
 
     from perada.flower import app, processes
-    from perada.flower.messages import FORMAT, STATE, read_about
+    from perada.flower.messages import FORMAT, STATE, read_request
     from perada.runs import folder as runs
 
     processes.LATE = 5.0
@@ -42,7 +42,7 @@ if "perada.flower.superexec" in sys.orig_argv:
     _right = app.handle
 
     def _wrong(site, content):
-        about, home = read_about(content), Path(os.environ["MISBEHAVE"])
+        about, home = read_request(content), Path(os.environ["MISBEHAVE"])
         what = json.loads(home.read_text()).get(site.settings.name, {}).get(f"{about.kind}-{about.round}", "")
         if what.startswith("sleep"):
             home.with_name(f"asleep-{site.settings.name}-{about.round}").touch()

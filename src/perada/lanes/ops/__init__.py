@@ -30,9 +30,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from .plain import AdamPlan, Branch, Change, Ops, Pulled, Statistics, normalised
+from .plain import AdamPlan, Change, Ops, Pulled, Statistics, normalised
 
 if TYPE_CHECKING:
     from ..layers import Context
@@ -45,11 +44,9 @@ __all__ = [
     "Ops",
     "Pulled",
     "Statistics",
-    "get_ready",
     "normalised",
     "ops_for",
     "plain",
-    "side_by_side",
 ]
 
 DEVICES = ("cuda",)  # where Triton runs; tests add the CPU, where its interpreter runs the kernels
@@ -71,16 +68,6 @@ def _triton() -> Ops:
 def ops_for(device: torch.device) -> Ops:
     """Returns the operations for this device: Triton's on a GPU, plain torch elsewhere or where Triton is missing."""
     return _triton() if device.type in DEVICES and not _forced else PLAIN
-
-
-def get_ready(device: torch.device) -> None:
-    """Starts the processes that compile kernels. They need seconds to start, so call this early."""
-    ops_for(device).get_ready(device)
-
-
-def side_by_side(less: Branch, more: Branch, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns `less(x)` and `more(x)`; a GPU computes both at the same time if it has room."""
-    return ops_for(x.device).side_by_side(less, more, x)
 
 
 @contextmanager

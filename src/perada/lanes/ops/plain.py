@@ -65,7 +65,7 @@ class Change(NamedTuple):
 
 
 def normalised(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """uint8 `[n, C, H, W]` -> `[n, 3, H, W]` in the type of `mean` `[C, 1, 1]`; grey becomes three equal channels."""
+    """Returns uint8 images `[n, C, H, W]` normalised, in the type of `mean` `[C, 1, 1]`; grey in three channels."""
     return ((images.to(mean.dtype) / 255 - mean) / std).expand(-1, 3, -1, -1)
 
 
@@ -118,7 +118,7 @@ class Ops:
         return conv.blocks(x)
 
     def side_by_side(self, less: Branch, more: Branch, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns `less(x)` and `more(x)`."""
+        """Returns `less(x)` and `more(x)`; a GPU computes both at the same time if it has room."""
         return less(x), more(x)
 
     def join(self, device: torch.device) -> None:
@@ -127,11 +127,11 @@ class Ops:
     # Losses, per sample.
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits `[..., classes]`, targets int64 `[...]` -> losses `[...]`."""
+        """Returns losses `[...]` of logits `[..., classes]` and targets int64 `[...]`."""
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
 
     def divergence(self, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """KL(teacher ‖ student) of logits `[..., classes]`, times T² -> `[...]`."""
+        """Returns KL(teacher ‖ student) of logits `[..., classes]`, times T²: `[...]`."""
         t, s = teacher / temperature, student / temperature
         each = t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))
         return each.sum(-1) * temperature**2
@@ -220,7 +220,7 @@ class Ops:
     # Compiling.
 
     def get_ready(self, device: torch.device) -> None:
-        """Prepares for compiling."""
+        """Starts the processes that compile kernels. They need seconds to start, so call this early."""
 
     def compile(self, work: Callable[[], Any]) -> None:
         """Compiles the kernels that `work` starts, by a call of it that computes nothing."""

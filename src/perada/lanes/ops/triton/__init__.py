@@ -5,7 +5,7 @@ does the work of several. Each operation takes its kernel where that fits, and p
 """
 
 from ..plain import Ops
-from . import adapter, columns, compile_pool, flat, images, launch, loss, norm, side_stream, stem
+from . import adapter, columns, compile_pool, flat, images, launch, loss, norm, stem
 
 
 class Triton(Ops):
@@ -20,8 +20,8 @@ class Triton(Ops):
     conv = columns.conv
     frozen_conv = columns.frozen_conv
     blocks = images.blocks
-    side_by_side = side_stream.side_by_side
-    join = side_stream.join
+    side_by_side = launch.side_by_side
+    join = launch.join
 
     cross_entropy = loss.cross_entropy
     divergence = loss.divergence

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..plain import Ops
-from .launch import launch
+from .launch import launch, on_side_stream
 from .norm import Drop, Saved, Settings, dropout, fits, gradients, normed, stride_of, unslotted
-from .side_stream import on_side_stream
 from .tiles import WHOLE, kept, lane_values, mixed, take_statistics, tiles, wide
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def _adapted(
     SCALE: tl.constexpr, DROP: tl.constexpr, POWER: tl.constexpr, EPS: tl.constexpr, RUNNING: tl.constexpr,
     SAVE: tl.constexpr, ACC: tl.constexpr, BR: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """y = x + z Wᵀ of a block of rows, where z = dropout(norm(x)) is stored for a backward pass (SAVE)."""
+    """Computes y = x + z Wᵀ for a block of rows. z = dropout(norm(x)) is stored for a backward pass (SAVE)."""
     k = tl.program_id(0).to(tl.int64)
     r, c = tl.program_id(1) * BR + tl.arange(0, BR), tl.arange(0, C)
     mask = (r < rows)[:, None] & (c < C)[None, :]
@@ -100,7 +99,7 @@ class _Adapter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The matrix's gradient is needed late: with a slot, it is computed on the side stream."""
+        """Computes all gradients. The matrix's is needed late: with a slot, it is computed on the side stream."""
         x, z, weight, bias, mean, rstd, matrix = ctx.saved_tensors
         g = g.contiguous(memory_format=torch.channels_last)
         rows, slot = _rows(g, matrix), ctx.settings.slots[2]
@@ -126,7 +125,7 @@ def _image(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def adapter(ops: Ops, x: Tensor, adapter: ResidualAdapter) -> Tensor:
-    """`Ops.adapter`, with norm, dropout and sum in one kernel, or together with the product."""
+    """Computes `Ops.adapter` with norm, dropout and sum in one kernel, or together with the product."""
     norm, drop, matrix = adapter.norm, adapter.dropout, adapter.conv.weight  # [K, C, C, 1, 1]
     if matrix.dim() != 5 or not fits(norm, x.shape):
         return Ops.adapter(ops, x, adapter)

@@ -31,8 +31,8 @@ def _columns(
     x_ptr, out_ptr, rows, channels, length, height, width, out_height, out_width, stride, top, left,
     WIDE: tl.constexpr, TAPS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Row r of the output is an output pixel; its columns are taps × channels, then zeros up to `length`. `top` and
-    `left` say how far the first tap is outside of the map."""
+    """Copies pixels into columns. Row r is an output pixel; its columns are taps × channels, then zeros up to `length`.
+    `top` and `left` say how far the first tap is outside of the map."""
     r, c = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
     mask = (r < rows)[:, None] & (c < channels)[None, :]
     image, row, column = r // (out_height * out_width), r // out_width % out_height, r % out_width
@@ -53,7 +53,7 @@ def _folded(
     columns_ptr, out_ptr, rows, channels, length, height, width, out_height, out_width, stride, top, left,
     WIDE: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of `_columns`: a row is an input pixel, which adds up all columns that it is in."""
+    """Computes the gradient of `_columns`: a row is an input pixel, which sums all columns that it is in."""
     r, c = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
     mask = (r < rows)[:, None] & (c < channels)[None, :]
     image, row, column = r // (height * width), r // width % height, r % width
@@ -159,14 +159,14 @@ def product(x: Tensor, weight: Tensor, layer: nn.Conv2d, slot: Tensor | None = N
 
 
 def conv(ops: Ops, x: Tensor, layer: LaneConv2d, kernel: Kernel | None = None) -> Tensor:
-    """`Ops.conv`, as a product of columns where that is fastest."""
+    """Computes `Ops.conv`, as a product of columns where that is fastest."""
     if not uses_columns(x, layer, kernel):
         return Ops.conv(ops, x, layer, kernel)
     return product(x, layer.weight, layer, layer.context.slots.take(layer.weight))
 
 
 def frozen_conv(ops: Ops, x: Tensor, layer: nn.Conv2d) -> Tensor:
-    """`Ops.frozen_conv`, as a product of columns where that is fastest."""
+    """Computes `Ops.frozen_conv`, as a product of columns where that is fastest."""
     if best_form(x, layer) != "columns":
         return Ops.frozen_conv(ops, x, layer)
     return product(x, layer.weight.unsqueeze(0), layer)

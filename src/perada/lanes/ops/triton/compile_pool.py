@@ -33,7 +33,7 @@ _stamps: list[Path] = []  # set once there are processes
 
 
 def get_ready(ops: Ops, device: torch.device) -> None:
-    """`Ops.get_ready`."""
+    """Starts the processes that compile kernels: `Ops.get_ready`."""
     if device.type == "cuda":
         start(torch.cuda.get_device_capability(device))
 
@@ -68,7 +68,7 @@ def remember() -> None:
 
 
 def _stamp(capability: tuple[int, int]) -> Path:
-    """Returns the file beside Triton's cache that notes that kernels like these were compiled."""
+    """Returns a file next to Triton's cache, which exists once these kernels are compiled."""
     home = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
     about = hashlib.sha256(f"{triton.__version__} {capability}".encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):

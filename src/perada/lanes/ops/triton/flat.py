@@ -50,7 +50,7 @@ def _sgd(
 def sgd(
     ops: Ops, params: Tensors, grads: Tensors, rates: Tensor, pull: Pulled | None, momentum: float, velocities: Tensors
 ) -> list[Change]:
-    """`Ops.sgd` on flat parameters, in place; without momentum.
+    """Computes `Ops.sgd` on flat parameters, in place; without momentum.
 
     The total is Σ rate (|g| + pull |centre|): it tells whether the step of finite parameters is finite. A single value
     that would not be finite stays as it is.
@@ -108,7 +108,7 @@ def _adam(
 def adam(
     ops: Ops, params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, done: Tensor, plan: AdamPlan
 ) -> list[Change]:
-    """`Ops.adam` on flat parameters, in one kernel; the total is the sum of the new values."""
+    """Computes `Ops.adam` on flat parameters, in one kernel; the total is the sum of the new values."""
     if not _are_flat(params, grads, firsts, seconds):
         return Ops.adam(ops, params, grads, firsts, seconds, done, plan)
     (p,), (g,), (m,), (v,) = params, grads, firsts, seconds
@@ -147,7 +147,7 @@ def _settle(
 def settle(
     ops: Ops, counts: Tensor, at: Tensor, finite: Tensor, losses: Tensor, total: Tensor, trace: Tensor
 ) -> Tensor:
-    """`Ops.settle` in one kernel."""
+    """Computes `Ops.settle` in one kernel."""
     moves = torch.empty_like(finite)
     launch(
         _settle, (1,), counts, at, finite.view(torch.int8), losses, total, trace, moves.view(torch.int8), len(counts),
@@ -165,7 +165,7 @@ def _write(old_ptr, new_ptr, moves_ptr, size, BLOCK: tl.constexpr):
 
 
 def write(ops: Ops, old: Tensor, new: Tensor, moves: Tensor) -> None:
-    """`Ops.write` in one kernel, for contiguous tensors `[K, n]`."""
+    """Computes `Ops.write` in one kernel, for contiguous tensors `[K, n]`."""
     if old.dim() == 2 and old.is_contiguous() and new.is_contiguous():
         grid = (old.shape[0], triton.cdiv(old.shape[1], _BLOCK))
         launch(_write, grid, old, new, moves.view(torch.int8), old.shape[1], BLOCK=_BLOCK)

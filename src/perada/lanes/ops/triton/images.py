@@ -16,7 +16,7 @@ from .tiles import drawn, mixed, wide
 
 @triton.jit
 def _unit(bits):
-    """`random.uniform` of `random.bits`."""
+    """Computes `random.uniform` from `random.bits`."""
     return ((bits >> 8) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
 
 
@@ -25,7 +25,7 @@ def _views(
     pool_ptr, index_ptr, key_ptr, mean_ptr, std_ptr, out_ptr, batch, height, width, pad, salt, stride,
     DRAWS: tl.constexpr, CHANNELS: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """DRAWS: per sample 0, 1 (mirrored) or 3 (also shifted down and to the right)."""
+    """Writes normalised views. DRAWS per sample: 0, 1 (mirrored) or 3 (also shifted down and to the right)."""
     n, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, column = i // width, i % width
     if DRAWS > 0:
@@ -48,7 +48,7 @@ def _views(
 def views(
     ops: Ops, pool: Tensor, samples: Tensor, keys: Tensor, augment: Augment, draws: Draws, colours: Colours
 ) -> Tensor:
-    """`Ops.views` in one kernel, for augmentations that it knows."""
+    """Computes `Ops.views` in one kernel, for augmentations that it knows."""
     if draws is None:
         return Ops.views(ops, pool, samples, keys, augment, draws, colours)
     (salt, number, shift), (mean, std) = draws, (c.expand(3, 1, 1) for c in colours)
@@ -66,7 +66,7 @@ def views(
 
 @triton.jit
 def _blocks(x_ptr, out_ptr, pixels, height, width, BLOCK: tl.constexpr):
-    """A row of the output is a block of 2×2 pixels: 16 numbers, twelve of them from three colours."""
+    """Writes one block of 2×2 pixels per row of the output: 16 numbers, twelve of them from three colours."""
     n, i, q = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 16)
     inside = (i < pixels)[:, None] & (q < 16)[None, :]
     across = width // 2 + 3
@@ -79,7 +79,7 @@ def _blocks(x_ptr, out_ptr, pixels, height, width, BLOCK: tl.constexpr):
 
 
 def blocks(ops: Ops, x: Tensor) -> Tensor:
-    """`Ops.blocks` in one kernel, for images that need no gradient."""
+    """Computes `Ops.blocks` in one kernel, for images that need no gradient."""
     if x.requires_grad:
         return Ops.blocks(ops, x)
     x = x.contiguous(memory_format=torch.channels_last)
@@ -107,7 +107,7 @@ def _picked(
 def client_batch(
     ops: Ops, index: Tensor, row: Tensor, keys: Tensor, targets: Tensor, lanes: Tensor, step: int | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`Ops.client_batch` in one kernel, for a tensor of steps and one label per image."""
+    """Computes `Ops.client_batch` in one kernel, for a tensor of steps and one label per image."""
     if not isinstance(step, Tensor) or targets.dim() != 1:
         return Ops.client_batch(ops, index, row, keys, targets, lanes, step)
     (_, capacity, batch), number = index.shape, len(lanes)
@@ -135,7 +135,7 @@ def _chunk(
 
 
 def chunk(ops: Ops, step: int | Tensor, first: Tensor, key: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`Ops.chunk` in one kernel, for a step that is a tensor."""
+    """Computes `Ops.chunk` in one kernel, for a step that is a tensor."""
     if not isinstance(step, Tensor):
         return Ops.chunk(ops, step, first, key, targets)
     make = torch.zeros_like if only_compiling() else torch.empty_like

@@ -29,35 +29,35 @@ def _cross_entropy(logit_ptr, target_ptr, loss_ptr, grad_ptr, rows, classes, BR:
     tl.store(grad_ptr + at, e / total[:, None] - tl.where(hit, 1.0, 0.0), mask=mask)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _Known(torch.autograd.Function):
+    """Losses whose gradient with respect to the logits is already known."""
+
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
-        rows, classes = targets.numel(), logits.shape[-1]
-        logits, targets = logits.contiguous(), targets.contiguous()
-        losses, grad = torch.empty(targets.shape, dtype=logits.dtype, device=logits.device), torch.empty_like(logits)
-        launch(
-            _cross_entropy, (triton.cdiv(rows, _ROWS),), logits, targets, losses, grad, rows, classes,
-            BR=_ROWS, BC=triton.next_power_of_2(classes),
-        )  # fmt: skip
+    def forward(ctx: Any, logits: Tensor, losses: Tensor, grad: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(grad)
         return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (grad,) = ctx.saved_tensors
-        return grad * g.unsqueeze(-1), None
+        return grad * g.unsqueeze(-1), None, None
 
 
 def cross_entropy(ops: Ops, logits: Tensor, targets: Tensor) -> Tensor:
-    """`Ops.cross_entropy` with its gradient in one kernel."""
-    losses: Tensor = _CrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
-    return losses
+    """Computes `Ops.cross_entropy` with its gradient in one kernel."""
+    x, targets, classes = logits.detach().contiguous(), targets.contiguous(), logits.shape[-1]
+    losses, grad = x.new_empty(targets.shape), torch.empty_like(x)
+    launch(
+        _cross_entropy, (triton.cdiv(losses.numel(), _ROWS),), x, targets, losses, grad, losses.numel(), classes,
+        BR=_ROWS, BC=triton.next_power_of_2(classes),
+    )  # fmt: skip
+    return _Known.apply(logits, losses, grad)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @triton.jit
 def _softmax(ptr, at, mask, inside, TEMPERATURE: tl.constexpr):
-    """Softmax and log-softmax of rows of logits; rows outside of the tensor are zeros."""
+    """Computes softmax and log-softmax of rows of logits; rows outside of the tensor are zeros."""
     x = tl.where(inside, tl.load(ptr + at, mask=mask, other=-1e30), 0.0) / TEMPERATURE
     x -= tl.max(x, 1)[:, None]
     e = tl.exp(x)
@@ -79,29 +79,12 @@ def _divergence(
     tl.store(grad_ptr + at, (q - p) * TEMPERATURE, mask=mask)
 
 
-class _Divergence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:  # type: ignore[override]
-        student, teacher, classes = student.contiguous(), teacher.contiguous().to(student.dtype), student.shape[-1]
-        losses, grad = (
-            torch.empty(student.shape[:-1], dtype=student.dtype, device=student.device),
-            torch.empty_like(student),
-        )
-        launch(
-            _divergence, (triton.cdiv(losses.numel(), _ROWS),), student, teacher, losses, grad, losses.numel(), classes,
-            TEMPERATURE=temperature, BR=_ROWS, BC=triton.next_power_of_2(classes),
-        )  # fmt: skip
-        ctx.save_for_backward(grad)
-        return losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (grad,) = ctx.saved_tensors
-        return grad * g.unsqueeze(-1), None, None
-
-
 def divergence(ops: Ops, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """`Ops.divergence` with its gradient in one kernel."""
-    losses: Tensor = _Divergence.apply(student, teacher, temperature)  # type: ignore[no-untyped-call]
-    return losses
+    """Computes `Ops.divergence` with its gradient in one kernel."""
+    x, teacher, classes = student.detach().contiguous(), teacher.contiguous().to(student.dtype), student.shape[-1]
+    losses, grad = x.new_empty(x.shape[:-1]), torch.empty_like(x)
+    launch(
+        _divergence, (triton.cdiv(losses.numel(), _ROWS),), x, teacher, losses, grad, losses.numel(), classes,
+        TEMPERATURE=temperature, BR=_ROWS, BC=triton.next_power_of_2(classes),
+    )  # fmt: skip
+    return _Known.apply(student, losses, grad)  # type: ignore[no-any-return, no-untyped-call]

@@ -45,8 +45,8 @@ def _forward(
     EPS: tl.constexpr, KEEP: tl.constexpr, RUNNING: tl.constexpr, COPY: tl.constexpr, ACC: tl.constexpr,
     WHOLE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """y = norm(x), then dropout, or plus a residual, or ReLU. The statistics are the running ones, or those of the
-    rows, which are all in this program (WHOLE) or were summed by `_sums`. COPY: also stores a copy of x."""
+    """Computes y = norm(x), then dropout, or plus a residual, or ReLU. The statistics are the running ones, or those of
+    the rows, which are all in this program (WHOLE) or were summed by `_sums`. COPY: also stores a copy of x."""
     k = tl.program_id(0).to(tl.int64)
     r, c = tl.program_id(1) * BR + tl.arange(0, BR), tl.program_id(2) * BC + tl.arange(0, BC)
     inside = c < channels
@@ -84,7 +84,7 @@ def _gradient(
     SCALE: tl.constexpr, RELU: tl.constexpr, ADD: tl.constexpr, DROP: tl.constexpr, POWER: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """The gradient that reaches the norm, after those of ReLU (where the output is positive) and dropout."""
+    """Computes the gradient that reaches the norm, behind ReLU (where the output is positive) and dropout."""
     g = tl.load(g_ptr + at, mask=mask, other=0.0).to(ACC)
     if RELU:
         if ADD:
@@ -105,7 +105,7 @@ def _backward_sums(
     ACC: tl.constexpr,
     EVEN: tl.constexpr, UNROLL: tl.constexpr, MOST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Σg and Σ g·x̂ of a part of the rows; the last part to finish adds up all. They are the affine's gradients."""
+    """Sums g and g·x̂ over a part of the rows. The last part to finish adds up all: the affine's gradients."""
     k, column, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     c = column * BC + tl.arange(0, BC)
     inside = c < channels
@@ -138,7 +138,7 @@ def _backward_sums(
 
 @triton.jit
 def intos(first, second, k, c, inside, dweight_ptr, dbias_ptr, dweight_stride, dbias_stride):
-    """Σg is the bias's gradient, Σ g·x̂ the weight's."""
+    """Stores Σg as the bias's gradient and Σ g·x̂ as the weight's."""
     tl.store(dbias_ptr + k * dbias_stride + c, first.to(dbias_ptr.dtype.element_ty), mask=inside)
     tl.store(dweight_ptr + k * dweight_stride + c, second.to(dweight_ptr.dtype.element_ty), mask=inside)
 
@@ -151,7 +151,7 @@ def _backward(
     EXTRA: tl.constexpr,
     ACC: tl.constexpr, WHOLE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """dx = w/σ (g − mean(g) − x̂ mean(g·x̂)) (+ extra); the gradients of the residual and of the affine `[K, C]`."""
+    """Computes dx = w/σ (g − mean(g) − x̂ mean(g·x̂)) (+ extra), and the gradients of the residual and the affine."""
     k = tl.program_id(0).to(tl.int64)
     r, c = tl.program_id(1) * BR + tl.arange(0, BR), tl.program_id(2) * BC + tl.arange(0, BC)
     inside = c < channels
@@ -326,7 +326,7 @@ def fits(layer: LaneBatchNorm, shape: torch.Size) -> bool:
 
 
 def norm(ops: Ops, x: Tensor, layer: LaneBatchNorm, add: Tensor | None = None, relu: bool = False) -> Tensor:
-    """`Ops.norm`, in one kernel or two."""
+    """Computes `Ops.norm` in one kernel or two."""
     if not fits(layer, x.shape):
         return Ops.norm(ops, x, layer, add, relu)
     affine = layer.weight, layer.bias

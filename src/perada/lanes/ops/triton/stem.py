@@ -32,7 +32,7 @@ def _pooled(
     out_rows, channels, height, width, out_height, out_width, stride, running_stride,
     EPS: tl.constexpr, RUNNING: tl.constexpr, ACC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """y = max over a window of ReLU(norm(x)), and the x where it was found."""
+    """Computes y = max of ReLU(norm(x)) over a window, and the x that gives it."""
     k = tl.program_id(0).to(tl.int64)
     r, c = tl.program_id(1) * BR + tl.arange(0, BR), tl.program_id(2) * BC + tl.arange(0, BC)
     inside = c < channels
@@ -103,7 +103,7 @@ def _affine_gradients(ctx: Any, g: Tensor, wanted: tuple[bool, ...]) -> list[Any
 
 
 def norm_and_pool(ops: Ops, x: Tensor, layer: LaneBatchNorm, pool: nn.Module) -> Tensor:
-    """`Ops.norm_and_pool`, for windows of 3×3, stride 2 and padding 1, of x that needs no gradient."""
+    """Computes `Ops.norm_and_pool` for windows of 3×3, stride 2 and padding 1, of x that needs no gradient."""
     usual = isinstance(pool, nn.MaxPool2d) and (pool.kernel_size, pool.stride, pool.padding) == (3, 2, 1)
     if not usual or x.requires_grad or not fits(layer, x.shape):
         return Ops.norm_and_pool(ops, x, layer, pool)
@@ -119,7 +119,7 @@ def _stem(
     KEEP: tl.constexpr, RUNNING: tl.constexpr, SIDES: tl.constexpr, SAVE: tl.constexpr, ACC: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """`Stem.normed`; SAVE: stores the maxima or minima that were taken, for the backward pass."""
+    """Computes `Stem.normed`. SAVE: stores the maxima or minima that were taken, for the backward pass."""
     k, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     r, c = tile * BR + tl.arange(0, BR), tl.program_id(2) * BC + tl.arange(0, BC)
     inside = c < channels
@@ -182,7 +182,7 @@ class _StemNorm(torch.autograd.Function):
 
 
 def stem_norm(ops: Ops, stem: Stem, layer: LaneBatchNorm) -> Tensor:
-    """`Ops.stem_norm` in one kernel."""
+    """Computes `Ops.stem_norm` in one kernel."""
     if not fits(layer, stem.shape):
         return Ops.stem_norm(ops, stem, layer)
     affine = layer.weight, layer.bias

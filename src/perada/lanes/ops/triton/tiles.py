@@ -14,24 +14,23 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plain import Statistics
-from .launch import launch
-from .side_stream import is_side_stream
+from .launch import is_side_stream, launch
 
 
 @triton.jit
 def last(ticket_ptr, parts):
-    """Whether this is the last of `parts` programs to get here, which then sees what the others stored. The ticket
-    starts at zero and ends at zero."""
+    """Returns whether this is the last of `parts` programs to get here, which then sees what the others stored. The
+    ticket starts at zero and ends at zero."""
     tl.debug_barrier()  # all threads of this program store before it takes a ticket
-    found = tl.atomic_add(ticket_ptr, 1) == parts - 1
-    if found:
+    is_last = tl.atomic_add(ticket_ptr, 1) == parts - 1
+    if is_last:
         tl.store(ticket_ptr, 0)
-    return found
+    return is_last
 
 
 @triton.jit
 def reduced(part_ptr, k, c, inside, channels, parts, MOST: tl.constexpr):
-    """The sums of lane k's channels over all parts: `[K, parts, 2, C]`."""
+    """Returns the sums of lane k's channels over all parts: `[K, parts, 2, C]`."""
     part = tl.arange(0, MOST)
     at = (k * parts + part)[:, None] * 2 * channels + c[None, :]
     mask = (part < parts)[:, None] & inside[None, :]
@@ -41,7 +40,7 @@ def reduced(part_ptr, k, c, inside, channels, parts, MOST: tl.constexpr):
 
 @triton.jit
 def lane_values(first_ptr, second_ptr, k, c, inside, stride, ACC: tl.constexpr):
-    """Two tensors `[K, C]` at lane k's channels; a stride of 0 for frozen ones `[C]`."""
+    """Loads two tensors `[K, C]` at lane k's channels; a stride of 0 for frozen ones `[C]`."""
     first = tl.load(first_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
     return first, tl.load(second_ptr + k * stride + c, mask=inside, other=0.0).to(ACC)
 
@@ -52,7 +51,7 @@ def statistics(
     running_var_ptr, MOMENTUM: tl.constexpr, EPS: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """Σ(x − shift) and Σ(x − shift)² -> mean and 1/σ, which are also stored. KEEP: updates the running statistics."""
+    """Returns and stores mean and 1/σ, from Σ(x − shift) and Σ(x − shift)². KEEP: updates the running statistics."""
     count = tl.zeros([BC], ACC) + rows
     moved = first / count
     var = tl.maximum(second / count - moved * moved, 0.0)
@@ -74,8 +73,8 @@ def _sums(
     chunk, loops, stride, MOMENTUM: tl.constexpr, EPS: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr,
     EVEN: tl.constexpr, UNROLL: tl.constexpr, MOST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Σ(x − shift) and Σ(x − shift)² of a part of the rows. The shift is the running mean, which keeps squares small.
-    The last part to finish computes the statistics of all."""
+    """Sums x − shift and (x − shift)² over a part of the rows. The shift is the running mean, to keep squares
+    small. The last part to finish computes the statistics of all."""
     k, column, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     c = column * BC + tl.arange(0, BC)
     inside = c < channels
@@ -104,7 +103,7 @@ def _sums(
 
 @triton.jit
 def mixed(key):
-    """The 64-bit mix of `random.fold`."""
+    """Computes the 64-bit mix of `random.fold`."""
     key = (key ^ ((key >> 33) & 0x7FFFFFFF)) * -49064778989728563
     key = (key ^ ((key >> 33) & 0x7FFFFFFF)) * -4265267296055464877
     return key ^ ((key >> 33) & 0x7FFFFFFF)
@@ -112,7 +111,7 @@ def mixed(key):
 
 @triton.jit
 def drawn(key, place):
-    """The elements at `place` (int32) of `random.bits` for a key, as unsigned 32-bit integers."""
+    """Returns the elements at `place` (int32) of `random.bits` for a key, as unsigned 32-bit integers."""
     return _mixed32(key, place.to(tl.uint32) * 0x9E3779B1)
 
 
@@ -127,8 +126,8 @@ def _mixed32(key, x):
 
 @triton.jit
 def kept(key, r, c, channels, pixels, threshold, POWER: tl.constexpr):
-    """`random.keep_mask` at the elements' places in their lane, in the order [B, C, H, W]. POWER: a map's pixels are a
-    power of two. The products are of rows and columns, as these are fewer than elements."""
+    """Computes `random.keep_mask` at the elements' places in their lane, in the order [B, C, H, W]. POWER: a map's
+    pixels are a power of two. The products are of rows and columns, as these are fewer than elements."""
     pixel = r & (pixels - 1) if POWER else r % pixels
     row = ((r - pixel) * channels + pixel).to(tl.uint32) * 0x9E3779B1
     column = (c * pixels).to(tl.uint32) * 0x9E3779B1
@@ -164,7 +163,7 @@ class Tiles(NamedTuple):
 
     @property
     def even(self) -> bool:
-        """Whether blocks cover exactly the rows and channels."""
+        """Returns whether blocks cover exactly the rows and channels."""
         rows, channels = self.block
         return self.chunk * self.parts == self.rows and self.chunk % rows == 0 and self.channels % channels == 0
 
@@ -173,7 +172,7 @@ class Tiles(NamedTuple):
         return int(triton.cdiv(self.chunk, self.block[0]))
 
     def spread(self, rows: int) -> Tiles:
-        """Returns tiles for a kernel without sums, with so many rows per block."""
+        """Returns tiles for a kernel without sums, with this many rows per block."""
         return self if self.parts == 1 else self._replace(block=(rows, min(64, triton.next_power_of_2(self.channels))))
 
 
