@@ -54,7 +54,7 @@ class Watch(Callback):
 
     def round(self, progress: RoundProgress) -> None:
         """Shows a round; warns of clients whose training stopped being finite."""
-        self.bar.start()  # only now: a refused setting prints its line alone
+        self.bar.start()  # not before: a refused setting prints one line and no bar
         for name in progress.failed:
             self.bar.console.print(
                 f"warning: {name}: training stopped being finite in round {progress.round}; its last state is kept"

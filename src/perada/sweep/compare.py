@@ -116,12 +116,13 @@ def _continue(
     """Returns the federation of the plan, after adding the methods and seeds that are new to it."""
     plan, source = comparison.resume(source, settings)
     known, first = comparison.names, plan["seeds"][0]
-    wanted = plan["methods"] if methods is None else list(dict.fromkeys([*plan["methods"], *choose_methods(methods)]))
+    added = [] if methods is None else choose_methods(methods)
+    all_methods = list(dict.fromkeys([*plan["methods"], *added]))
     many = max(len(plan["seeds"]), seeds or 1)
     here = comparison.config(known[0], moved(settings))
-    if wanted == plan["methods"] and many == len(plan["seeds"]):
+    if all_methods == plan["methods"] and many == len(plan["seeds"]):
         return check_all([here])
-    plan = {**plan, "methods": wanted, "seeds": list(range(first, first + many))}
+    plan = {**plan, "methods": all_methods, "seeds": list(range(first, first + many))}
     new = {name: config for name, config in _configs(source, plan).items() if name not in known}
     federation = check_all([here, *(_as(config, here) for config in new.values())])
     there = comparison.config(known[0])

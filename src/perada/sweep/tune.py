@@ -34,10 +34,11 @@ class Search(Plan):
 
     @property
     def points(self) -> dict[str, dict[str, Any]]:
-        """What is tried, by name."""
+        """Returns what is tried, by name."""
         return {_name(point): point for point in self.plan.get("points", [])}
 
     def results(self) -> list[dict[str, Any]]:
+        """Returns the finished points with their scores."""
         kinds = {"method": str, "settings": dict, "local_val": float | None}
         return read_rows(self.path / "results.jsonl", kinds)
 
@@ -49,6 +50,7 @@ class Search(Plan):
         return [_name(result) for result in self.results()]
 
     def record(self, result: Mapping[str, Any]) -> None:
+        """Writes down a finished point."""
         lines = [json.dumps(r) + "\n" for r in [*self.results(), result]]
         write_atomic(self.path / "results.jsonl", "".join(lines).encode())
 
@@ -138,13 +140,13 @@ def _planned(
             point = {"method": method, "settings": dict(zip(keys, values, strict=True))}
             if point not in points:
                 points.append(point)
-    made = [resolve(source, {**own[p["method"]], **p["settings"]}) for p in points]
-    federation = check_all(next(c for c in made if c.method_name == m) for m in methods)
-    for config in made:
+    trials = [resolve(source, {**own[p["method"]], **p["settings"]}) for p in points]
+    federation = check_all(next(c for c in trials if c.method_name == m) for m in methods)
+    for config in trials:
         check(config, federation)
     if not any(len(c.val) for c in federation.clients):
         raise InputError("tuning needs validation data at the clients: raise DataOptions.val")
-    plan = {"source": whole_name(source), "methods": methods, "set": absolute(settings, made[0])}
+    plan = {"source": whole_name(source), "methods": methods, "set": absolute(settings, trials[0])}
     return {**plan, "grid": grid, "points": points}, configs, source
 
 
@@ -178,7 +180,7 @@ def _trainer(
         config = _config(search, points[name], settings)
         path = search.path / ("current" if pool is None else f"current-{list(points).index(name)}")
         if begun(path) and (path / "config.toml").read_text() != config.toml():
-            shutil.rmtree(path)  # of another point
+            shutil.rmtree(path)  # it is another point's
         with search.training(name):
             last = validated(search.path, path, config, federation, callbacks, say, pool=pool)
             search.record({**points[name], "local_val": last.scores["local_val"].mean})
