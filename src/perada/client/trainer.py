@@ -12,6 +12,7 @@ from torch import Tensor
 from ..data.batches import ClientBatches, steps_of
 from ..data.federation import Federation
 from ..data.source import Indices
+from ..errors import InputError
 from ..fields import check_fields
 from ..lanes import Group, LaneModel, Options, Pull, Result, State, Update, loop, ops_for, sgd
 from .scores import logits_on
@@ -26,7 +27,7 @@ class Train:
     rounds: int = 200
     cohort: int = 0  # clients sampled each round; 0 is all of them
     epochs: int = 10
-    batch: int = 64  # at least 2: batch norm needs two samples
+    batch: int = 64
     lr: float = 0.01
     momentum: float = 0.0
     weight_decay: float = 0.0
@@ -34,8 +35,10 @@ class Train:
     weighting: Literal["uniform", "samples"] = "uniform"  # how the server averages
 
     def __post_init__(self) -> None:
-        least = {"rounds": 1, "cohort": 0, "epochs": 1, "batch": 2, "momentum": 0, "weight_decay": 0, "clip": 0}
+        least = {"rounds": 1, "cohort": 0, "epochs": 1, "momentum": 0, "weight_decay": 0, "clip": 0}
         check_fields(self, least, positive=("lr",))
+        if self.batch < 2:
+            raise InputError(f"Train.batch must be at least 2 (batch norm needs two samples), not {self.batch}")
 
 
 def sample_loss(logits: Tensor, targets: Tensor) -> Tensor:
