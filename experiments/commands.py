@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from perada.cli.console import AsJson, out, print_json, say, tell
+from perada.cli.console import AsJson, out, print_json, say, show, tell
 from perada.cli.tables import house_table
 from perada.cli.watch import watched
 from perada.errors import InputError
@@ -147,10 +147,7 @@ def list_command(results: Results = RESULTS, out_dir: Out = RUNS, as_json: AsJso
         raise InputError(f"{results} is not a folder: --results names the one that `python -m experiments NAME` writes")
     known = corrections(results)
     found = [overview(e, results, out_dir, known) for e in experiments().values()]
-    if as_json:
-        print_json(found)
-        return
-    out.print(_table(found))
+    show(as_json, found, _table(found))
 
 
 def _table(found: list[dict[str, Any]]) -> Table:

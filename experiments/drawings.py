@@ -35,19 +35,8 @@ def standalone(drawing: str, title: str, legend: Sequence[str]) -> str:
     box = f"0 0 {number(width)} {number(height + top)}"
     size = {"width": number(width * 1.5), "height": number((height + top) * 1.5)}
     paper = element("rect", width="100%", height="100%", style="fill:var(--card)")
-    return (
-        element(
-            "svg",
-            element("style", _style()),
-            paper,
-            *parts,
-            inner,
-            xmlns="http://www.w3.org/2000/svg",
-            viewBox=box,
-            **size,
-        )
-        + "\n"
-    )
+    whole = [element("style", _style()), paper, *parts, inner]
+    return element("svg", *whole, xmlns="http://www.w3.org/2000/svg", viewBox=box, **size) + "\n"
 
 
 def _style() -> str:

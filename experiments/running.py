@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
+from perada.callbacks import OnRound
 from perada.config import Config, resolve
 from perada.config.objects import check
 from perada.data import VALIDATION, Federation
@@ -33,7 +34,7 @@ from .results import Result
 from .study import settings_of, validation_of
 from .trials import Experiment, Trial
 
-OnRound = Callable[[Progress], None]
+Heard = Callable[[Progress], None]
 OnRun = Callable[[int, int, str], None]
 
 
@@ -97,7 +98,7 @@ class Clock:
         self.stopped = self.stopped or over
         return over
 
-    def watch(self, on_round: OnRound, shifts: bool) -> OnRound:
+    def watch(self, on_round: Heard, shifts: bool) -> Heard:
         """Returns `on_round`, with an interrupt where the next round would not fit."""
         gaps: list[float] = []
         before = self.now()
@@ -164,7 +165,7 @@ def run_experiment(
     together: int = 0,
     only: Sequence[str] = (),
     on_run: OnRun = lambda at, total, name: None,
-    on_round: OnRound = lambda progress: None,
+    on_round: Heard = lambda progress: None,
     say: Say = lambda text: None,
 ) -> State:
     """Trains what is left, or `only` those runs or groups, until it is done or the time is over. Returns the state.
@@ -207,7 +208,7 @@ class _Work:
     home: Path
     clock: Clock
     say: Say
-    on_round: OnRound
+    on_round: Heard
     on_run: OnRun
     together: int
     federation: Federation | None = None
@@ -296,7 +297,7 @@ class _Work:
         )
 
     def _train(
-        self, name: str, config: Config, on_round: OnRound, pool: Pool | None
+        self, name: str, config: Config, on_round: Heard, pool: Pool | None
     ) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
         """Returns a run's rows of metrics, and its summary or last row."""
         path, experiment = self.home / name, self.state.experiment
@@ -310,7 +311,7 @@ class _Work:
             _measured(path)
         if not trial.tested:
             splits = ("val", "server") if len(self.federation.server_val) else ("val",)
-            last = validated(self.home, path, config, self.federation, on_round, self.say, splits, pool)
+            last = validated(self.home, path, config, self.federation, [OnRound(on_round)], self.say, splits, pool)
             return RunFolder(path).metrics(), last.as_dict()
         if (path / "summary.json").is_file():  # only its result is missing
             run = load(path)
@@ -326,7 +327,7 @@ class _Work:
             resume=started,
             federation=self.federation,
             backbone=shared if shared is not None and shared.is_file() else None,
-            on_round=on_round,
+            callbacks=[OnRound(on_round)],
             say=self.say,
             pool=pool,
         )

@@ -23,6 +23,7 @@ import torch
 from small import SMALL, adapters, flags, tree
 
 import perada
+from perada.callbacks import OnRound
 from perada.cli import main as cli
 from perada.cli.watch import Watch
 from perada.config import resolve
@@ -281,7 +282,7 @@ def test_interrupted_in_a_middle_run_it_goes_on_from_there(whole: Path, tmp_path
         if begun[-1][2] == "standalone-0" and progress.round == 1:
             raise KeyboardInterrupt
 
-    given = {"methods": METHODS, "seeds": 2, "set": plain(), "out": out, "on_round": on_round}
+    given = {"methods": METHODS, "seeds": 2, "set": plain(), "out": out, "callbacks": [OnRound(on_round)]}
     with pytest.raises(Interrupted) as stop:
         compare("digits", **given, on_run=lambda *at: begun.append(at))
     assert (begun[0], begun[-1]) == ((0, 4, NAMES[0]), (1, 4, NAMES[1]))

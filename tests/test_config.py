@@ -160,7 +160,7 @@ def test_a_setting_must_be_a_key_and_a_value(text: str) -> None:
         ({"run.eval_every": 0}, "run.eval_every must be at least 1"),
         ({"model.dropout": -0.1}, "model.dropout"),
         ({"model.pretrain_rounds": 0}, "model.pretrain_rounds"),
-        ({"train.clip": -1.0}, "train.clip must not be negative"),
+        ({"train.clip": -1.0}, "train.clip must be at least 0"),
         ({"data.size": 4}, "data.size"),
         ({"data.val": -0.1}, "data.val"),
         ({"model.weights": "/sites/\udcff"}, r"model.weights: '/sites/\\udcff' is not UTF-8, .* rename"),

@@ -15,6 +15,7 @@ from small import ONE, adam_by_hand, double, lanes_of, pixel_model, weights_of
 from torch import Tensor
 
 from perada import adapt
+from perada.errors import InputError
 from perada.lanes import LaneModel, State, gather, mean
 from perada.models.resnet import resnet
 from perada.server.distill import Distill, chunks_in, chunks_of, distill, kl, teacher_logits
@@ -130,7 +131,7 @@ def test_a_strong_pull_holds_the_student_at_the_average() -> None:
 
 @pytest.mark.parametrize("key", ["pull", "weight_decay"])
 def test_a_negative_pull_or_decay_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=f"{key} must not be negative, not -1"):
+    with pytest.raises(InputError, match=f"Distill.{key} must be at least 0, not -1"):
         Distill(**{key: -1.0})  # type: ignore[arg-type]
 
 

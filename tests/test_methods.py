@@ -11,6 +11,7 @@ import torch
 from small import experiment, small
 
 from perada import adapt, load, train
+from perada.callbacks import OnRound
 from perada.cli import main as cli
 from perada.client.trainer import Trainer
 from perada.config import build, resolve
@@ -140,7 +141,7 @@ def test_pretraining_is_saved_counted_and_resumed(tmp_path: Path, monkeypatch: p
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train("digits", set=settings, out=tmp_path / "stopped", on_round=stop)
+        train("digits", set=settings, out=tmp_path / "stopped", callbacks=[OnRound(stop)])
     assert not (tmp_path / "stopped" / "backbone.safetensors").exists()
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", "--out", "stopped", "--resume"]) == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,8 @@ from perada.client.scores import Scores
 from perada.errors import InputError
 from perada.experiment import Experiment
 from perada.methods import Ditto, FedAvg, FedAvgFT, Method, PerAda
-from perada.runs.moment import Progress
-from perada.runs.rows import Evaluation
+from perada.runs.moment import Evaluation, Progress
+from perada.runs.options import RunOptions
 
 DRAW = np.random.default_rng(0)
 CLASSES = 3
@@ -64,14 +67,16 @@ def fed() -> perada.Federation:
     return perada.Federation.from_arrays(ARRAYS, val=0.15, test=0.2)
 
 
-def made(fed: perada.Federation, method: Method | None = None, rounds: int = 3, **more: Any) -> Experiment:
+def made(
+    fed: perada.Federation, method: Method | None = None, rounds: int = 3, public: Tensor = PUBLIC, **more: Any
+) -> Experiment:
     return perada.Experiment(
         Net(),
         fed,
         method or PerAda(lam=0.5),
         adapter=perada.adapters.Residual(dropout=0.1),
         head="classify",
-        public=PUBLIC,
+        public=public,
         train=perada.Train(rounds=rounds, cohort=2, epochs=1, batch=8, lr=0.05),
         distill=perada.Distill(steps=3, batch=16, candidates=(1,)),
         device="cpu",
@@ -260,6 +265,16 @@ def test_an_interrupted_run_is_resumed(fed: perada.Federation, whole: perada.Run
     assert rows_of(resumed) == rows_of(whole)
 
 
+@pytest.mark.parametrize("name", ["on_round", "rounds", "on_train_end", "evaluated", "started", "end_run"])
+def test_a_misspelled_hook_is_refused_where_the_class_is_written(name: str) -> None:
+    with pytest.raises(InputError, match=f"Mine.{name} is never called: the hooks are start, round, evaluation"):
+        type("Mine", (Callback,), {name: lambda self, progress: None})
+
+
+def test_a_callback_may_have_methods_and_values_of_its_own() -> None:
+    type("Mine", (Callback,), {"rounds": 3, "write": lambda self: None, "_on_round": lambda self: None})
+
+
 def row(round: int, value: float | None) -> Evaluation:
     return Evaluation(round, {"local_val": Scores({"north": value})})
 
@@ -397,7 +412,80 @@ def test_other_weights_are_refused_on_a_resume(fed: perada.Federation, whole: pe
         exp.run(whole.path, resume=True)
 
 
+def test_other_public_images_are_refused_on_a_resume(fed: perada.Federation, whole: perada.Run, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(whole.path, path)
+    with pytest.raises(InputError, match="the public images are not those that"):
+        made(fed, rounds=4, public=PUBLIC.flip(-1)).run(path, resume=True)
+    assert adapters(path) == adapters(whole.path)
+    about = json.loads((path / "data.json").read_text())
+    assert len(about.pop("public")) == 64
+    (path / "data.json").write_text(json.dumps(about))  # as an older version wrote it
+    made(fed, rounds=4, public=PUBLIC.flip(-1)).run(path, resume=True)
+
+
+class Bare:
+    """A method that is not a dataclass."""
+
+    parts, init, personal = FedAvg.parts, FedAvg.init, FedAvg.personal
+    client_update, server_update = FedAvg.client_update, FedAvg.server_update
+
+
+class Plain(Bare):
+    """It has an argument, which nobody can ask it for."""
+
+    def __init__(self, strength: float) -> None:
+        self.strength = strength
+
+
+class Extended(FedAvg):
+    """A subclass of a dataclass that is not one itself."""
+
+    def __init__(self, strength: float) -> None:
+        object.__setattr__(self, "strength", strength)
+
+
+@pytest.mark.parametrize("method", [Plain(3.0), Extended(3.0)], ids=lambda m: type(m).__name__)
+def test_a_method_whose_arguments_a_folder_would_lose_is_not_saved(
+    method: Method, fed: perada.Federation, tmp_path: Path
+) -> None:
+    exp = made(fed, method=method)
+    exp.round()
+    with pytest.raises(InputError, match=f"cannot keep the arguments of {type(method).__name__}: make it a frozen"):
+        exp.run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    made(fed, method=Bare(), rounds=1).run(tmp_path / "run")  # type: ignore[arg-type]
+
+
 # What a user gets wrong.
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: perada.Train(rounds="3"), "Train.rounds must be a whole number, not '3'"),  # type: ignore[arg-type]
+        (lambda: perada.Train(rounds=2.5), "Train.rounds must be a whole number, not 2.5"),  # type: ignore[arg-type]
+        (lambda: perada.Train(rounds=True), "Train.rounds must be a whole number, not True"),
+        (lambda: perada.Train(lr=float("nan")), "Train.lr must be a finite number, not nan"),
+        (lambda: perada.Train(lr=None), "Train.lr must be a number, not None"),  # type: ignore[arg-type]
+        (lambda: perada.Distill(data=3), "Distill.data must be text, not 3"),  # type: ignore[arg-type]
+        (lambda: perada.Distill(candidates=20), "Distill.candidates must be a list"),  # type: ignore[arg-type]
+        (lambda: RunOptions(shifts="no"), "RunOptions.shifts must be true or false"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_option_of_another_type_is_refused_in_one_line(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(InputError) as error:
+        make()
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_options_take_numbers_of_arrays_and_whole_numbers_for_floats() -> None:
+    train = perada.Train(rounds=np.int64(3), lr=1)  # type: ignore[arg-type]
+    assert (train.rounds, train.lr) == (3, 1.0)
+    assert isinstance(train.rounds, int)
+    assert isinstance(train.lr, float)
+    assert perada.Distill(candidates=[1, 2]).candidates == (1, 2)  # type: ignore[arg-type]
 
 
 def test_mistakes_are_one_clear_line(fed: perada.Federation) -> None:

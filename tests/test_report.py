@@ -24,7 +24,7 @@ from perada.report import write_report
 from perada.report.facts import gather_facts
 from perada.report.page import _places
 from perada.report.svg import human_bytes, shorten, ticks
-from perada.runs.rows import Evaluation
+from perada.runs.moment import Evaluation
 
 HOSTILE = "<script>alert('x')</script>\"&"
 VOID = {"meta", "br"}

@@ -22,6 +22,7 @@ from commands import train
 from small import SMALL, adapters, damage, flags, plain, small, tree
 
 import perada
+from perada.callbacks import OnRound
 from perada.cli import main as cli
 
 # Real runs. `PERADA` is a run with distillation and the guard at the clients.
@@ -349,7 +350,7 @@ def test_metrics_of_rounds_that_are_trained_again_are_not_doubled(
     settings = {"method__name": "perada-no-kd", "train__rounds": 6, "run__checkpoint_every": 3}
     out = tmp_path / "run"
     with pytest.raises(Killed):
-        perada.train("digits", set=plain(settings), out=out, on_round=die_at(5))
+        perada.train("digits", set=plain(settings), out=out, callbacks=[OnRound(die_at(5))])
     assert [r["round"] for r in without_clock(out)] == [1, 2, 3, 4, 5]
     assert train(out, "--resume", **settings) == 0
     assert [r["round"] for r in without_clock(out)] == [1, 2, 3, 4, 5, 6]
@@ -371,7 +372,7 @@ def test_an_interruption_between_two_rounds_saves_the_last_one(tmp_path: Path) -
     out = tmp_path / "run"
     settings = plain({"method__name": "perada-no-kd", "train__rounds": 5, "run__checkpoint_every": 100})
     with pytest.raises(KeyboardInterrupt):
-        perada.train("digits", set=settings, out=out, on_round=interrupt)
+        perada.train("digits", set=settings, out=out, callbacks=[OnRound(interrupt)])
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["round-0002"]
 
 
@@ -382,7 +383,7 @@ def test_full_model_methods_resume_to_the_same_bytes(
     settings = {"method__name": method, "train__rounds": 4}
     assert train(tmp_path / "whole", **settings) == 0
     with pytest.raises(Killed):
-        perada.train("digits", set=plain(settings), out=tmp_path / "cut", device="cpu", on_round=die_at(2))
+        perada.train("digits", set=plain(settings), out=tmp_path / "cut", device="cpu", callbacks=[OnRound(die_at(2))])
     assert train(tmp_path / "cut", "--resume", **settings) == 0
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 

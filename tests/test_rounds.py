@@ -23,9 +23,9 @@ from perada.data.public import Chunks
 from perada.errors import InputError, RunError
 from perada.lanes import bytes_per_lane, machine, replay
 from perada.lanes.machine import precision_of
-from perada.runs import loop as rounds
+from perada.runs import train as rounds
 from perada.runs.folder import RunFolder
-from perada.runs.loop import Saver
+from perada.runs.train import Saver
 
 # Counting.
 
@@ -105,7 +105,7 @@ def test_evaluation_changes_nothing() -> None:
 
 def test_checkpoints_written_beside_the_training_are_written_in_order_and_failures_are_raised() -> None:
     written: list[int] = []
-    saver = Saver(beside=True)
+    saver = Saver(background=True)
     for i in range(20):
         saver.take(lambda i=i: written.append(i))  # type: ignore[misc]
     saver.close()
@@ -114,12 +114,12 @@ def test_checkpoints_written_beside_the_training_are_written_in_order_and_failur
     def full() -> None:
         raise RunError("cannot write: no space")
 
-    saver = Saver(beside=True)
+    saver = Saver(background=True)
     saver.take(full)
     with pytest.raises(RunError, match="no space"):
         saver.take(lambda: None)
     saver.close()
-    saver = Saver(beside=True)
+    saver = Saver(background=True)
     saver.take(full)
     with pytest.raises(RunError, match="no space"):
         saver.close()
@@ -128,7 +128,7 @@ def test_checkpoints_written_beside_the_training_are_written_in_order_and_failur
 def test_no_checkpoint_is_due_while_one_is_written() -> None:
     """To take it would be to wait, and on a GPU all that are trained together would."""
     time, go = [0.0], threading.Event()
-    saver = Saver(beside=True, now=lambda: time[0])
+    saver = Saver(background=True, now=lambda: time[0])
     saver.take(lambda: [go.wait(60)].clear())
     time[0] = 1e6
     assert not saver.due()
@@ -146,14 +146,14 @@ class Patient(Saver):
             wait([self._last])
 
 
-@pytest.mark.parametrize(("beside", "saved"), [(True, [3, 6, 7]), (False, [1, 2, 3, 4, 5, 6, 7])])
+@pytest.mark.parametrize(("background", "saved"), [(True, [3, 6, 7]), (False, [1, 2, 3, 4, 5, 6, 7])])
 def test_short_rounds_are_not_all_saved_where_that_stops_a_gpu(
-    beside: bool, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    background: bool, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounds of two seconds, at least five seconds from one checkpoint to the next; the last one always."""
     sim = build(small(method__name="perada-no-kd", train__rounds=7))
     monkeypatch.setattr(rounds, "PAUSE", 5.0)
-    monkeypatch.setattr(rounds, "Saver", lambda **_: Patient(beside, now=lambda: 2.0 * sim.now.round))
+    monkeypatch.setattr(rounds, "Saver", lambda **_: Patient(background, now=lambda: 2.0 * sim.now.round))
     seen, real = [], sim.snapshot
     monkeypatch.setattr(sim, "snapshot", lambda folder: seen.append(sim.now.round) or real(folder))
     rounds.train_in(sim, RunFolder(tmp_path))

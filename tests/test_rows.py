@@ -10,7 +10,7 @@ import pytest
 from perada.client.scores import Scores
 from perada.errors import Damaged
 from perada.runs.folder import RunFolder
-from perada.runs.rows import Evaluation
+from perada.runs.moment import Evaluation
 
 SITES = {"north": 50.0, "south": 75.5, "west": None}
 LABELS = {"oedema": 61.25, "fracture": None}

@@ -13,7 +13,8 @@ from small import damage
 
 from perada.errors import InputError
 from perada.lanes import State
-from perada.runs.folder import Checkpoint, RunFolder, load_state, save_state, write_atomic
+from perada.runs.folder import RunFolder, load_state, save_state, write_atomic
+from perada.runs.moment import Checkpoint
 
 # The checkpoint format, on states of a few numbers.
 

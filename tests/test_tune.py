@@ -29,7 +29,7 @@ from perada.config import parse_grid, resolve
 from perada.data import Federation, build_federation
 from perada.errors import InputError
 from perada.experiment import Experiment
-from perada.runs.rows import Evaluation
+from perada.runs.moment import Evaluation
 from perada.sweep.tune import Search, tune
 
 # As in small.py, without the settings that are searched; validation data for scores that differ.

@@ -1,12 +1,13 @@
-"""What may listen to a training. A callback sees what happens and may stop the run; it never changes its numbers."""
+"""Callbacks: they see what happens in a training and may stop it, but never change its numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .runs.rows import Evaluation
+from .errors import InputError
+from .runs.moment import Evaluation
 
 if TYPE_CHECKING:
     from .experiment import Experiment
@@ -14,23 +15,42 @@ if TYPE_CHECKING:
     from .runs.moment import Progress
 
 
+LIKE_HOOKS = ("on_", "start", "round", "eval", "end")  # how a misspelled hook begins
+
+
 class Callback:
     """Listens to a training; every hook does nothing unless a subclass has its own.
 
-    A callback stops a run with `experiment.stop()`: the next round is then the last one.
+    A callback stops a run with `experiment.stop()`: the next round is then the last one. Other public methods of a
+    subclass must not begin like a hook, since a misspelled hook would never be called.
     """
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, value in vars(cls).items():
+            if callable(value) and name.startswith(LIKE_HOOKS) and not hasattr(Callback, name):
+                raise InputError(
+                    f"{cls.__name__}.{name} is never called: the hooks are start, round, evaluation and end; "
+                    f"rename it, to _{name} if it is a method of your own"
+                )
+
     def start(self, experiment: Experiment) -> None:
-        """The training begins or goes on."""
+        """Called when the training begins or continues."""
 
     def round(self, progress: Progress) -> None:
-        """A round is over, and evaluated if that was due."""
+        """Called after a round, and after its evaluation if there is one."""
 
     def evaluation(self, row: Evaluation) -> None:
-        """The clients' models were evaluated."""
+        """Called with the scores of the clients' models."""
 
     def end(self, experiment: Experiment) -> None:
-        """The last round is over; not called if the training is interrupted."""
+        """Called after the last round, but not if the training is interrupted."""
+
+
+def check_callbacks(callbacks: object) -> None:
+    """Refuses anything but a list of callbacks."""
+    if not isinstance(callbacks, Sequence) or not all(isinstance(c, Callback) for c in callbacks):
+        raise InputError("callbacks must be a list of objects, such as [callbacks.EarlyStopping()]")
 
 
 class OnRound(Callback):

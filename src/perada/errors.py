@@ -3,20 +3,21 @@
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
 
 
 class InputError(Exception):
-    """The user asked for something impossible; the message says what to do. Exit code 2."""
+    """The input is wrong, and the message says what to do. Exit code 2."""
 
 
 class Damaged(InputError):
-    """A file is not what was written."""
+    """A file does not have the content that was written to it."""
 
 
 class RunError(Exception):
-    """Work started and could not finish; the message says what went wrong (`what`), and then what was saved and how to
-    go on. Exit code 1."""
+    """Work started and could not finish. Exit code 1.
+
+    The message says what went wrong (`what`), and then what was saved and how to continue.
+    """
 
     def __init__(self, what: str, then: str = "") -> None:
         super().__init__(f"{what}; {then}" if then else what)
@@ -24,22 +25,15 @@ class RunError(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a run, after its last finished round was saved. Exit code 130."""
+    """A run was interrupted by Ctrl-C, and its last finished round is saved. Exit code 130."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"interrupted; what is finished is saved in {path}")
         self.path = path
 
 
-def check_choices(options: object) -> None:
-    """Raises ValueError if a field of a dataclass that is a Literal has another value."""
-    for name, kind in get_type_hints(type(options)).items():
-        if get_origin(kind) is Literal and getattr(options, name) not in get_args(kind):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(options, name)!r}")
-
-
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
-    """`unknown method 'perda': did you mean 'perada'?`, or the list of what there is."""
+    """Returns an error that suggests the nearest known name, or lists all of them."""
     names = sorted(known)
     near = [n for n in names if name and n.startswith(name)] or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"

@@ -1,13 +1,15 @@
 """An experiment: a network, a federation and a method, and the rounds that train them.
 
-This is the only code that trains. `round()` is Algorithm 1 of the paper for any method, with any cohort: clients on
+Only this code trains. `round()` is Algorithm 1 of the paper for any method, with any cohort: clients on
 this machine, or sites behind a network.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,17 +20,18 @@ from torch import Tensor, nn
 from .adapters import Adapter, adapt, adapter_of
 from .client.cohort import SPLITS, Cohort, LocalCohort, Uploads
 from .client.scores import Scores, logits_on, score
-from .client.trainer import Train, Trainer, sample_loss
+from .client.trainer import Train, Trainer, sample_losses
 from .data import Federation
+from .data.public import Chunks
 from .errors import InputError
+from .fields import made
 from .lanes import LaneModel, State, ops_for, repeat, rng_of
 from .lanes.machine import arithmetic, device_of, precision_of
 from .methods import Finisher, Method
 from .models import BACKBONES, Backbone
-from .runs.folder import Checkpoint, RunFolder
-from .runs.moment import Moment, Progress
-from .runs.options import RunOptions, check_fit, check_kinds, run_options
-from .runs.rows import Evaluation
+from .runs.folder import RunFolder
+from .runs.moment import Checkpoint, Evaluation, Moment, Progress
+from .runs.options import RunOptions, check_fit, check_kinds
 from .server.distill import Distill, public_chunks
 from .server.guard import Server
 
@@ -37,13 +40,7 @@ if TYPE_CHECKING:
     from .runs.run import Run
 
 Say = Callable[[str], None]
-DTYPES = dict.fromkeys(("auto", "fp32", "tf32", "bf16"), torch.float32) | {"fp64": torch.float64}  # of lanes
-
-
-def sampled_clients(seed: int, round: int, clients: int, cohort: int) -> list[int]:
-    """Returns the clients sampled in a round: a pure function of (seed, round)."""
-    rng = rng_of(seed, round, "cohort")
-    return sorted(int(m) for m in rng.choice(clients, cohort or clients, replace=False))
+DTYPES = dict.fromkeys(("auto", "fp32", "tf32", "bf16"), torch.float32) | {"fp64": torch.float64}  # of the lanes
 
 
 def lanes_of(
@@ -84,7 +81,7 @@ class Experiment:
         **run: Any,
     ) -> None:
         check_kinds(federation, method, train, distill)
-        self.options = run.pop("options", None) or run_options(run)
+        self.options: RunOptions = run.pop("options", None) or made(RunOptions, run)
         self.device, self.dtype = device_of(self.options.device), DTYPES[self.options.precision]
         arithmetic(self.options.precision, self.device)
         if to_train:
@@ -106,7 +103,7 @@ class Experiment:
         self.seconds = 0.0
         self._stop_at: int | None = None  # where `stop` ends the training before its planned last round
         self.test_data = self.federation if self.federation.clients else None  # what the global model is tested on
-        self.mark: Callable[[str, int], None] = lambda what, round: None  # told of every boundary inside a round
+        self.mark: Callable[[str, int], None] = lambda what, round: None  # is told of every boundary inside a round
         self.config: Any = None  # the configuration that this was built from, if any
         self.about_lanes = (
             self.cohort.fit_lanes(self.options) if to_train and isinstance(self.cohort, LocalCohort) else ""
@@ -116,6 +113,13 @@ class Experiment:
     def distils(self) -> bool:
         """Whether public images are needed."""
         return self.method.parts.distils and self.distill.steps > 0
+
+    @property
+    def public_digest(self) -> str:
+        """The sha256 of the public images; empty without any."""
+        if not isinstance(self.public, Chunks):
+            return ""
+        return hashlib.sha256(self.public.images.cpu().contiguous().numpy().data).hexdigest()
 
     def _chunks(self, images: Tensor | None) -> Sequence[Any]:
         """Returns the public images, prepared in chunks of equal size."""
@@ -137,8 +141,10 @@ class Experiment:
         return self.cohort.names
 
     def sampled(self, round: int) -> list[int]:
-        """Returns the clients that train in a round."""
-        return sampled_clients(self.options.seed, round, len(self.clients), self.train.cohort)
+        """Returns the clients that train in a round: a pure function of (seed, round)."""
+        clients = len(self.clients)
+        drawn = rng_of(self.options.seed, round, "cohort").choice(clients, self.train.cohort or clients, replace=False)
+        return sorted(int(m) for m in drawn)
 
     def round(self) -> None:
         """Trains one round: uploads, the server's update, the guard's choice."""
@@ -146,46 +152,40 @@ class Experiment:
 
     def gather(self) -> Uploads:
         """Returns the uploads of the next round's clients."""
-        start, now = time.perf_counter(), self.now
-        if now.finished:
+        if self.now.finished:
             raise ValueError("the method's last stage is done: reopen() before another round")
-        uploads = self.cohort.train(now, self.sampled(now.round))
-        self.seconds += time.perf_counter() - start
-        return uploads
+        with self._timed():
+            return self.cohort.train(self.now, self.sampled(self.now.round))
 
     def update(self, uploads: Uploads) -> None:
-        """The server's half of a round: the method proposes, the guard scores and chooses."""
-        start, now = time.perf_counter(), self.now
-        server = self._server(uploads)
-        state, broadcast = self.method.server_update(server, now.server, uploads.states)
-        log: dict[str, Any] | None = None
-        if (proposed := server.candidates) is not None:
-            best, log = proposed.choose(self.judge(proposed.states))
-            state, broadcast = proposed.pick(state, best), proposed.pick(broadcast, best)
-        report = uploads.report()
-        self.now = Moment(
-            round=now.round + 1,
-            server=state,
-            broadcast=broadcast,
-            kept=now.kept if uploads.kept is None else uploads.kept,
-            counters=self._count(uploads, broadcast, log),
-            last={"train_loss": report.loss, "distill": log, **report.as_note()},
-            changed=now.changed | set(self.sampled(now.round)),
-        )
-        self.seconds += time.perf_counter() - start
-
-    def _server(self, uploads: Uploads) -> Server:
-        return Server(
-            self.model,
-            self.public,
-            self.distill,
-            self.federation.multilabel,
-            self.now.round,
-            self.options.seed,
-            len(self.clients),
-            uploads.weights,
-            self.lanes,
-        )
+        """Ends the round at the server: the method proposes, the guard scores and chooses."""
+        with self._timed():
+            now, log = self.now, None
+            server = Server(
+                self.model,
+                self.public,
+                self.distill,
+                self.federation.multilabel,
+                now.round,
+                self.options.seed,
+                len(self.clients),
+                uploads.weights,
+                self.lanes,
+            )
+            state, broadcast = self.method.server_update(server, now.server, uploads.states)
+            if (proposed := server.candidates) is not None:
+                best, log = proposed.choose(self.judge(proposed.states))
+                state, broadcast = proposed.pick(state, best), proposed.pick(broadcast, best)
+            report = uploads.report()
+            self.now = Moment(
+                round=now.round + 1,
+                server=state,
+                broadcast=broadcast,
+                kept=now.kept if uploads.kept is None else uploads.kept,
+                counters=self._count(uploads, broadcast, log),
+                last={"train_loss": report.loss, "distill": log, **report.as_note()},
+                changed=now.changed | set(self.sampled(now.round)),
+            )
 
     def judge(self, candidates: State) -> Tensor | None:
         """Returns the guard's losses `[candidates, judges]`; None without a guard."""
@@ -193,22 +193,27 @@ class Experiment:
             return None
         if self.distill.guard == "clients":
             return self.cohort.score(self.now, candidates)
-        index = self.federation.server_val
-        logits, targets = logits_on(self.model, candidates, self.federation, index), self.federation.labels(index)
-        losses = sample_loss(logits, targets.expand(candidates.lanes, *targets.shape))
+        losses = sample_losses(self.model, candidates, self.federation, self.federation.server_val)
         return losses.mean(1, keepdim=True).double().cpu()
 
     def _count(self, uploads: Uploads, broadcast: State, log: dict[str, Any] | None) -> dict[str, int]:
-        """Returns the bytes sent so far, and how often distillation ran and a guard accepted it."""
-        was, down = self.now.counters, self.now.broadcast.bytes_per_lane()
+        """Returns the bytes sent so far, and how often distillation ran and the guard accepted it."""
+        before, down = self.now.counters, self.now.broadcast.bytes_per_lane()
         if log and "guard_chose" in log and self.distill.guard == "clients":
             down += len(log["guard_steps"]) * broadcast.bytes_per_lane()  # the candidates that clients judge
         return {
-            "bytes_up": was["bytes_up"] + uploads.states.bytes_per_lane() * uploads.clients,
-            "bytes_down": was["bytes_down"] + down * uploads.clients,
-            "distilled": was["distilled"] + int(log is not None),
-            "accepted": was["accepted"] + int(bool(log and log.get("guard_chose"))),
+            "bytes_up": before["bytes_up"] + uploads.states.bytes_per_lane() * uploads.clients,
+            "bytes_down": before["bytes_down"] + down * uploads.clients,
+            "distilled": before["distilled"] + int(log is not None),
+            "accepted": before["accepted"] + int(bool(log and log.get("guard_chose"))),
         }
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Counts the seconds that this takes as training time."""
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
 
     # The last stage
 
@@ -218,20 +223,20 @@ class Experiment:
 
     def finish(self) -> bool:
         """Runs the method's last stage at every client, if it has one that is not done; returns whether it ran."""
-        start, now = time.perf_counter(), self.now
-        if not self.has_last_stage or now.finished:
+        if not self.has_last_stage or self.now.finished:
             return False
-        kept, report = self.cohort.finish(now)
-        failed = {*report.failed, *now.last.get("failed", ())}
-        self.now = replace(
-            now,
-            kept=kept,
-            counters=self._last_download(1),
-            last={**now.last, "failed": sorted(failed)} if failed else now.last,
-            changed=frozenset(range(len(self.clients))),
-            finished=True,
-        )
-        self.seconds += time.perf_counter() - start
+        with self._timed():
+            now = self.now
+            kept, report = self.cohort.finish(now)
+            failed = {*report.failed, *now.last.get("failed", ())}
+            self.now = replace(
+                now,
+                kept=kept,
+                counters=self._last_download(1),
+                last={**now.last, "failed": sorted(failed)} if failed else now.last,
+                changed=frozenset(range(len(self.clients))),
+                finished=True,
+            )
         return True
 
     def reopen(self) -> None:
@@ -239,43 +244,39 @@ class Experiment:
         self.now = replace(self.now, kept=State(), counters=self._last_download(-1), finished=False)
 
     def _last_download(self, sign: int) -> dict[str, int]:
-        """For the last stage every client gets the global model."""
-        each, was = self.now.broadcast.bytes_per_lane(), self.now.counters
-        return {**was, "bytes_down": was["bytes_down"] + sign * each * len(self.clients)}
+        """Returns the counters with or without what the last stage sends: the global model, to every client."""
+        size, before = self.now.broadcast.bytes_per_lane(), self.now.counters
+        return {**before, "bytes_down": before["bytes_down"] + sign * size * len(self.clients)}
 
     # Evaluation
 
     def personal(self) -> State:
-        """Returns what the clients predict with now: one lane each, or one that all share."""
+        """Returns what the clients predict with now: one lane per client, or one that all share."""
         return self.method.personal(self.now.broadcast, self.now.kept)
 
     @property
     def global_model(self) -> State | None:
-        """The one global model, where the method has one."""
+        """The one global model, if the method has one."""
         if not (self.method.parts.global_model and self.model.holds(self.now.broadcast)):
             return None
         return self.model.part_of(self.now.broadcast)
 
     def evaluate(self, splits: Sequence[str] = SPLITS, last: bool = True) -> Evaluation | None:
         """Returns the clients' scores now; None if a network's clients send them with the next uploads."""
-        start = time.perf_counter()
-        scores = self.cohort.evaluate(self.now, splits, last)
-        self.seconds += time.perf_counter() - start
+        with self._timed():
+            scores = self.cohort.evaluate(self.now, splits, last)
         return None if scores is None else self.row(scores, splits)
 
     def row(self, scores: Mapping[str, Scores], splits: Sequence[str] = SPLITS) -> Evaluation:
-        """Returns the evaluation of this moment from the clients' scores, the global model's beside them."""
-        now, start, value = self.now, time.perf_counter(), None
-        test = self.test_data
+        """Returns the evaluation of this moment: the clients' scores, and the global model's."""
+        now, test, value = self.now, self.test_data, None
         measured = self.global_model if "global" in splits and test is not None else None
-        if measured is not None and test is not None:
-            logits = logits_on(self.model, measured, test, test.test)[0]
-            value = score(logits, test.labels(test.test))
+        with self._timed():
+            if measured is not None and test is not None:
+                value = score(logits_on(self.model, measured, test, test.test)[0], test.labels(test.test))
         last = {**now.last, "failed": tuple(now.last.get("failed", ())), "absent": tuple(now.last.get("absent", ()))}
-        self.seconds += time.perf_counter() - start
-        has = measured is not None
         more: dict[str, Any] = {**now.counters, **last, "seconds": self.seconds}
-        return Evaluation(now.round, scores, value, has, **more)
+        return Evaluation(now.round, scores, value, measured is not None, **more)
 
     # The whole training
 
@@ -295,20 +296,20 @@ class Experiment:
         return planned if self._stop_at is None else min(planned, self._stop_at)
 
     def progress(self, known: Container[int] = (), splits: Sequence[str] = SPLITS) -> Iterator[Progress]:
-        """Trains to the last round, and says what happened on the way; rounds in `known` are evaluated already."""
+        """Trains to the last round, and yields what happens on the way; rounds in `known` are evaluated already."""
         every = self.options.eval_every
         if self.now.finished and self.now.round < self.last_round:
             self.reopen()
         while True:
-            at = self.now.round
-            over, row, late = at >= self.last_round, None, False
-            if over and self.finish():
+            number = self.now.round
+            last, row, late = number >= self.last_round, None, False
+            if last and self.finish():
                 yield self._progress("finished")
-            if (over or (at and at % every == 0)) and at not in known:
-                row = self.evaluate(splits, last=over)
+            if (last or (number and number % every == 0)) and number not in known:
+                row = self.evaluate(splits, last)
                 late = row is None
             yield self._progress("round", row)
-            if over:
+            if last:
                 self._stop_at = None
                 return
             uploads = self.gather()
@@ -353,7 +354,7 @@ class Experiment:
         self.snapshot(folder)()
 
     def snapshot(self, folder: RunFolder) -> Callable[[], None]:
-        """Returns what writes this moment to the folder, whenever it is called: from a GPU all is copied now."""
+        """Returns a function that writes this moment to the folder later; what is on a GPU is copied now."""
         now = self.now
         checkpoint = now.checkpoint(self.seconds, self.device.type != "cpu", folder.has_checkpoint())
         self.now = replace(now, changed=frozenset())
@@ -364,7 +365,7 @@ class Experiment:
         self.now, self.seconds = Moment.of(saved, self.here), float(saved.note["seconds"])
 
     def here(self, state: State) -> State:
-        """Returns a state on this experiment's device, in its precision; counts stay whole numbers."""
+        """Returns a state on this experiment's device, in its precision; whole numbers stay whole."""
         return state.map(lambda t: t.to(self.device, self.dtype if t.is_floating_point() else t.dtype))
 
     def trainer(self, clients: Sequence[int]) -> Trainer:

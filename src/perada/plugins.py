@@ -1,7 +1,5 @@
 """Finds what a name stands for: one of ours, `package.module:callable`, or an entry point of another package."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -16,7 +14,7 @@ PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def check(kind: str, group: str, name: str, ours: Mapping[str, Any]) -> None:
-    """Refuses a name that cannot stand for anything. Imports nothing."""
+    """Refuses a name that stands for nothing; imports nothing."""
     if ":" in name:
         if not PATH.fullmatch(name):
             raise InputError(f"{kind} {name!r} is not a name and not package.module:callable")
@@ -31,16 +29,16 @@ def find(kind: str, group: str, name: str, ours: Mapping[str, Any]) -> Callable[
     """Returns the callable that `name` stands for."""
     check(kind, group, name, ours)
     if name in ours:
-        found = ours[name]
+        target = ours[name]
     elif ":" in name:
         module, _, attribute = name.partition(":")
-        found = _imported(kind, name, module, attribute)
+        target = _imported(kind, name, module, attribute)
     else:
         point = next(iter(entry_points(group=group, name=name)))
-        found = _imported(kind, name, point.module, point.attr)
-    if not callable(found):
-        raise InputError(f"{kind} {name!r} is of type {type(found).__name__}, which cannot be called")
-    return found  # type: ignore[no-any-return]
+        target = _imported(kind, name, point.module, point.attr)
+    if not callable(target):
+        raise InputError(f"{kind} {name!r} is of type {type(target).__name__}, which cannot be called")
+    return target  # type: ignore[no-any-return]
 
 
 def _imported(kind: str, name: str, module: str, attribute: str) -> Any:
@@ -48,16 +46,16 @@ def _imported(kind: str, name: str, module: str, attribute: str) -> Any:
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # a file in the current folder can be named, as with `python -m`
     try:
-        found: Any = import_module(module)
+        target: Any = import_module(module)
     except Exception as error:  # a module may fail in any way while it is imported
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             raise InputError(f"{kind} {name!r}: no module {error.name!r}: install it or start in its folder") from error
         raise InputError(f"{kind} {name!r}: importing {module} fails: {_line(error)}") from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise InputError(f"{kind} {name!r}: module {module!r} has no {attribute!r}")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def called(kind: str, name: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -156,7 +156,7 @@ def test_wrong_options_are_one_line() -> None:
     refused("DataOptions.val must be in [0, 1), not 2", two(), val=2)
     refused("DataOptions.augment must be one of none, flip, crop, resized-crop, not 'flop'", two(), augment="flop")
     refused("DataOptions.partition must be one of dirichlet", two(), partition="dirchlet")
-    refused("cannot make DataOptions of {'name': 'given'", two(), val="a tenth")
+    refused("DataOptions.val must be a number, not 'a tenth'", two(), val="a tenth")
     refused("label 'd' is not one of its classes", two(y=np.array(list("abd"))[Y]), classes=["a", "b", "c"])
     refused("label 2 of image 2 is out of range (0 to 1)", two(), classes=["a", "b"])
     refused("2 class names for 3 labels", two(y=np.eye(3, dtype=int)[Y]), classes=["a", "b"])

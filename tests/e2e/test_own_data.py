@@ -20,6 +20,7 @@ from own_images import TINY, picture, refused, table, words
 from safetensors.torch import load_file
 
 import perada
+from perada.callbacks import OnRound
 from perada.cli import main as cli
 from perada.errors import Interrupted
 from perada.runs.moment import Progress
@@ -204,7 +205,7 @@ def test_a_run_stopped_in_its_pretraining_does_not_go_on_with_other_images(
     root, out = _fifteen(tmp_path / "data", "folder"), tmp_path / "run"
     settings = {**TINY, "model.weights": "fedavg", "model.pretrain_rounds": 2}
     with pytest.raises(Interrupted):
-        perada.train("folder", data=str(root), set=settings, out=out, on_round=stop)
+        perada.train("folder", data=str(root), set=settings, out=out, callbacks=[OnRound(stop)])
     _fifteen(root, "folder", first="zzz")
     assert "files renamed" in refused(capsys, "train", "folder", "--data", str(root), "--resume", "--out", str(out))
 

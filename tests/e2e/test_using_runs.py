@@ -22,6 +22,7 @@ from sklearn.datasets import load_digits
 from small import SMALL, damage, flags
 
 import perada
+from perada.callbacks import OnRound
 from perada.cli import main as cli
 from perada.config import resolve
 from perada.models.resnet import resnet
@@ -209,7 +210,12 @@ def test_a_damaged_checkpoint_is_a_warning_in_python(damaged: Path) -> None:
 def test_train_and_load_from_python(tmp_path: Path) -> None:
     seen: list[int] = []
     run = perada.train(
-        "digits", method="perada", set=SMALL, seed=3, out=tmp_path / "run", on_round=lambda p: seen.append(p.round)
+        "digits",
+        method="perada",
+        set=SMALL,
+        seed=3,
+        out=tmp_path / "run",
+        callbacks=[OnRound(lambda p: seen.append(p.round))],
     )
     assert seen == [0, 1, 2]
     again = perada.load(tmp_path / "run")

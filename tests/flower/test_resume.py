@@ -288,3 +288,19 @@ def test_a_full_disk_ends_the_run_with_one_line(where: str, tmp_path: Path, monk
         assert (told["status"], "No space left" in told["error"]) == ("failed", True)
     path = app.serve(MemoryGrid(world), world.settings, "run", resume=True)
     assert without_clock(path)[-1]["round"] == 2
+
+
+def test_a_site_that_lost_the_weights_before_the_last_stage_gets_them_again(tmp_path: Path) -> None:
+    world = make_world(tmp_path, {"min_sites": 3, "retries": 1}, method__name="fedavg-ft", train__rounds=1)
+    asked = Counter[tuple[str, str]]()
+
+    def meddle(site: str, kind: str, round: int, reply: Any) -> Any:
+        asked[site, kind] += 1
+        if (site, kind, asked[site, kind]) == ("west", "finish", 1):
+            reply.content["about"]["needs"] = "weights"
+        return reply
+
+    path = app.serve(MemoryGrid(world, meddle), world.settings, "run")
+    assert asked["west", "weights"] == 1
+    assert (asked["west", "finish"], asked["east", "finish"]) == (2, 1)
+    assert all(v is not None for v in without_clock(path)[-1]["local_test"]["per_client"].values())

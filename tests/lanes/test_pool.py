@@ -11,6 +11,7 @@ import pytest
 from helpers import assert_close_norm, assert_same_tensors
 from small import everything, small
 
+from perada.callbacks import OnRound
 from perada.config import build
 from perada.data import Federation
 from perada.errors import Interrupted
@@ -200,9 +201,9 @@ def test_an_interrupt_saves_every_run(tmp_path: Path, monkeypatch: pytest.Monkey
         if len(seen) == 5:
             raise KeyboardInterrupt
 
-    train = _trainer(found, {}, found.runs[0].federation)
+    train, callbacks = _trainer(found, {}, found.runs[0].federation), [OnRound(on_round)]
     with pytest.raises(Interrupted):
-        share_lanes(["fedavg-1", "fedavg-2"], 2, lambda name, pool: train(name, on_round, print, pool), print)
+        share_lanes(["fedavg-1", "fedavg-2"], 2, lambda name, pool: train(name, callbacks, print, pool), print)
     rounds = [len(list((tmp_path / "c" / n / "checkpoints").glob("round-*"))) for n in ("fedavg-1", "fedavg-2")]
     assert all(rounds)
 

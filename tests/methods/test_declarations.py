@@ -20,6 +20,7 @@ from torch import Tensor
 
 import perada
 import perada.methods
+from perada.callbacks import OnRound
 from perada.cli import main as cli
 from perada.client.scores import logits_on
 from perada.client.trainer import Train, Trainer
@@ -370,7 +371,7 @@ def test_stopped_around_the_fine_tuning_a_run_ends_in_the_same_bytes(
         if where != "report":
             patch.setattr(Experiment, where, interrupt_in(where))
         with pytest.raises(KeyboardInterrupt):
-            train(out, on_round=report)
+            train(out, callbacks=[OnRound(report)])
     assert len(rows(out)) == (2 if where == "report" else 1)
     train(out, resume=True)
     assert finishes == [2]

@@ -156,7 +156,7 @@ def test_wrong_arguments_are_one_line(make: Callable[[], object], line: str) -> 
     ],
 )
 def test_a_word_that_is_no_choice_is_refused(make: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match="must be one of"):
+    with pytest.raises(InputError, match="must be one of"):
         make()
 
 

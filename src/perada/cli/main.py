@@ -32,7 +32,7 @@ from .console import INTERRUPTED, SAID, AsJson, say, show, tell
 from .data import app as data_app
 from .watch import watched
 
-typer.core.HAS_RICH = False  # help is plain, but typer 0.20, which flwr asks for, would write "\[required]" in it
+typer.core.HAS_RICH = False  # the help is plain; typer 0.20, which flwr needs, would write "\[required]" in it
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.add_typer(data_app, name="data")
 if find_spec("flwr"):
@@ -109,7 +109,7 @@ def train_command(
             out=out_dir,
             resume=resume,
             overwrite=overwrite,
-            on_round=watch.round,
+            callbacks=[watch],
             say=say,
         )
     page = run.path / "report.html"
@@ -144,7 +144,7 @@ def compare_command(
             resume=resume,
             jobs=jobs,
             on_run=watch.run,
-            on_round=watch.round,
+            callbacks=[watch],
             say=say,
         )
     table, path = comparison.standings(), comparison.path
@@ -178,7 +178,7 @@ def tune_command(
             out=out_dir,
             resume=resume,
             on_run=watch.run,
-            on_round=watch.round,
+            callbacks=[watch],
             say=say,
         )
     best, path = search.best(), search.path / "tuned.toml"
@@ -294,7 +294,7 @@ def methods(
     as_json: AsJson = False,
 ) -> None:
     """List the methods, with the parameters that a client trains and sends per round."""
-    network_of(backbone, classes)  # an unknown backbone is an error; a method that does not fit it is left out
+    network_of(backbone, classes)  # refuses an unknown backbone; a method that does not fit is only left out
     sizes = {}
     for name in REGISTRY:
         try:
@@ -310,7 +310,7 @@ def presets_command(as_json: AsJson = False) -> None:
     show(as_json, [{"name": name, "description": text} for name, text in presets().items()], tables.presets(presets()))
 
 
-# typer carries its own copy of click in newer versions: take the class from what it exports.
+# Newer versions of typer have their own copy of click: take the class from what typer exports.
 _UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
@@ -319,7 +319,7 @@ def main(arguments: Sequence[str] | None = None, app: typer.Typer = app) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without ± has a ? there
+            stream.reconfigure(errors="replace")  # ? for ± where a terminal cannot show it
     try:
         code = app(args=words, standalone_mode=False)
         if code == INTERRUPTED:

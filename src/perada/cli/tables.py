@@ -15,7 +15,7 @@ from ..data.download import Entry
 from ..report.facts import unlikeness
 from ..report.standings import PERSONAL, Standings, parts
 from ..report.svg import millions
-from ..runs.rows import Evaluation
+from ..runs.moment import Evaluation
 from ..runs.run import Run
 
 SHADES = "·░▒▓█"

@@ -16,12 +16,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ..callbacks import Callback
 from ..errors import Interrupted
 from ..runs.moment import Progress as RoundProgress
 from .console import SAID, err
 
 
-class Watch:
+class Watch(Callback):
     """A progress bar for one run or several."""
 
     def __init__(self) -> None:
@@ -51,15 +52,15 @@ class Watch:
         self.bar.start()
         self.bar.update(self.rounds, description="corrupted", total=total, completed=at, visible=True, unit="copies")
 
-    def round(self, p: RoundProgress) -> None:
+    def round(self, progress: RoundProgress) -> None:
         """Shows a round; warns of clients whose training stopped being finite."""
-        self.bar.start()  # only now: a refused setting prints its line alone
-        for name in p.failed:
+        self.bar.start()  # not before: a refused setting prints one line and no bar
+        for name in progress.failed:
             self.bar.console.print(
-                f"warning: {name}: training stopped being finite in round {p.round}; its last state is kept"
+                f"warning: {name}: training stopped being finite in round {progress.round}; its last state is kept"
             )
-        shown = p.row.brief() if p.row else p.stage if p.round == 0 else None
-        self.bar.update(self.rounds, description=shown, total=p.rounds, completed=p.round, visible=True)
+        shown = progress.row.brief() if progress.row else progress.stage if progress.round == 0 else None
+        self.bar.update(self.rounds, description=shown, total=progress.rounds, completed=progress.round, visible=True)
 
 
 @contextmanager

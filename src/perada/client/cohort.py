@@ -1,4 +1,4 @@
-"""Who trains: a cohort takes a broadcast and gives uploads. `LocalCohort` trains all clients here, as lanes."""
+"""Who trains: a cohort takes a broadcast and returns uploads. `LocalCohort` trains all clients here, as lanes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPLITS = ("local", "val", "global")  # what is evaluated during training
 
 @dataclass(frozen=True)
 class Report:
-    """What a round's training was like."""
+    """How a round's training went."""
 
     loss: float | None = None  # the mean over its clients
     failed: tuple[str, ...] = ()  # clients whose training stopped being finite
@@ -34,9 +34,9 @@ class Report:
     refused: Mapping[str, str] = field(default_factory=dict)  # sites whose upload was refused, and why
 
     def as_note(self) -> dict[str, object]:
-        """What a checkpoint and a row of metrics.jsonl keep of it; empty parts are left out."""
-        found = {"failed": sorted(self.failed), "absent": list(self.absent), "refused": dict(self.refused)}
-        return {name: value for name, value in found.items() if value}
+        """Returns what a checkpoint and a row of metrics.jsonl keep of it, without empty parts."""
+        parts = {"failed": sorted(self.failed), "absent": list(self.absent), "refused": dict(self.refused)}
+        return {name: value for name, value in parts.items() if value}
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Uploads:
     """What a round's clients sent."""
 
     states: State  # one lane per client
-    clients: int  # how many they are
-    report: Callable[[], Report]  # asked for last: on a GPU it waits for the training
-    weights: Sequence[float] | None = None  # samples per client, where the mean is weighted
-    kept: State | None = None  # what all clients keep now, where they are on this machine
-    scores: Mapping[str, Scores] | None = None  # of the broadcast, where they came with the uploads
+    clients: int  # the number of clients
+    report: Callable[[], Report]  # called last, because it waits for a GPU
+    weights: Sequence[float] | None = None  # samples per client, if the mean is weighted
+    kept: State | None = None  # what all clients keep now, if they are on this machine
+    scores: Mapping[str, Scores] | None = None  # of the broadcast, if they came with the uploads
 
 
 class Cohort(Protocol):
@@ -65,7 +65,7 @@ class Cohort(Protocol):
         """Returns the losses `[candidates, judges]` of the clients that trained last; NaN means no opinion."""
 
     def evaluate(self, now: Moment, splits: Sequence[str], last: bool) -> Mapping[str, Scores] | None:
-        """Returns every client's scores; None if they come with the next uploads, never when `last`."""
+        """Returns every client's scores; None if they come with the next uploads, which the last ones never do."""
 
     def finish(self, now: Moment) -> tuple[State, Report]:
         """Runs the method's last stage at every client; returns what they keep."""
@@ -89,25 +89,24 @@ class LocalCohort:
         return Trainer(self.model, self.federation, clients, round, self.seed, self.options, self.lanes)
 
     def fit_lanes(self, options: RunOptions) -> str:
-        """Chooses how many lanes train at once by the memory there is; returns a line that says so."""
-        asked, device, batch = options.lanes, self.model.device, self.options.batch
+        """Chooses how many lanes train at once, by the free memory; returns a line that says so."""
+        device = self.model.device
         height, width = self.federation.images.shape[-2:]
-        each = bytes_per_lane(self.model, (int(height), int(width)), batch)
-        lanes, free = self.method.parts.copies * (self.options.cohort or len(self.names)), free_memory(device)
+        each, free = bytes_per_lane(self.model, (int(height), int(width)), self.options.batch), free_memory(device)
+        lanes = self.method.parts.copies * (self.options.cohort or len(self.names))
         fit = self.model.room = int(0.9 * free / each)
         if fit < 1:
             raise InputError(
                 f"one lane takes about {each / 2**30:.1f} GiB and {device.type} has {free / 2**30:.1f} free: lower "
                 "Train.batch, or take a machine with more memory"
             )
-        chosen = min(asked or lanes, lanes)
-        if not asked and fit < lanes:
-            chosen = fit
+        chosen = min(options.lanes or fit, lanes)
         self.lanes = chosen if chosen < lanes else 0
-        named = "1 lane" if chosen == 1 else f"{chosen} lanes"
-        named += f" at once in {precision_of(options.precision, device)}"
-        what = f"{named}, about {chosen * each / 2**30:.1f} GiB of {free / 2**30:.1f} free"
-        return what + (f"; {lanes} lanes take turns" if chosen < lanes else "")
+        count, precision = "1 lane" if chosen == 1 else f"{chosen} lanes", precision_of(options.precision, device)
+        turns = f"; {lanes} lanes take turns" if chosen < lanes else ""
+        return (
+            f"{count} at once in {precision}, about {chosen * each / 2**30:.1f} GiB of {free / 2**30:.1f} free{turns}"
+        )
 
     def train(self, now: Moment, sampled: Sequence[int]) -> Uploads:
         trainer = self.trainer = self.trainer_of(sampled, now.round)

@@ -1,4 +1,4 @@
-"""Predictions of many lanes on many images, and what they are worth."""
+"""Predictions of many lanes on many images, and their scores."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..data.source import Indices, Pixels
 from ..lanes import LaneModel, State
 
 CHUNK = {"cpu": 4096, "cuda": 32768}  # images × lanes in one forward pass; fewer where images are larger than 32×32
-# A pass has a multiple of so many images, or a power of two: for a number it never saw a library chooses kernels anew.
+# A pass has a multiple of this many images, or a power of two: for a new number a library chooses its kernels again.
 WHOLE = {"cuda": 512}
 
 
 def _chunk(lanes: int, images: Tensor, device: torch.device) -> int:
-    """Images a lane in one forward pass."""
+    """Returns how many images per lane are in one forward pass."""
     pixels, most = images.shape[-2] * images.shape[-1], CHUNK.get(device.type, CHUNK["cpu"])
     return max(1, min(most, most * 1024 // pixels) // lanes)
 
 
 @torch.no_grad()
 def logits_of(model: LaneModel, lanes: State, federation: Federation, images: Tensor) -> Tensor:
-    """Every lane on every image (uint8 `[n, C, H, W]`), eval mode -> `[K, n, classes]`."""
+    """Returns every lane's logits on every image (uint8 `[n, C, H, W]`), `[K, n, classes]`."""
     if len(images) == 0:
         return torch.zeros(lanes.lanes, 0, len(federation.classes), device=model.device)
     dtype, lanes = next(iter(lanes.tensors())).dtype, model.rounded(lanes)
@@ -43,13 +43,13 @@ def logits_of(model: LaneModel, lanes: State, federation: Federation, images: Te
 
 
 def logits_on(model: LaneModel, lanes: State, federation: Federation, index: Indices) -> Tensor:
-    """`logits_of` for images of the federation, by index."""
+    """Returns `logits_of` for images of the federation, by index."""
     return logits_of(model, lanes, federation, federation.take(index))
 
 
 @torch.no_grad()
 def own_logits(model: LaneModel, lanes: State, federation: Federation, indices: Sequence[Indices]) -> list[Tensor]:
-    """Lane k on its own images `indices[k]`, folded over lanes -> K tensors `[n_k, classes]`."""
+    """Returns the logits of lane k on its own images `indices[k]`: K tensors `[n_k, classes]`."""
     if lanes.lanes == 1:
         return [logits_on(model, lanes, federation, i)[0] for i in indices]
     dtype = next(iter(lanes.tensors())).dtype
@@ -64,26 +64,26 @@ def own_logits(model: LaneModel, lanes: State, federation: Federation, indices: 
 
 
 def score(logits: Tensor, targets: Tensor) -> float | None:
-    """Accuracy in percent, or macro AUC in percent for multi-label targets; None where it is undefined.
+    """Returns accuracy, or macro AUC for multi-label targets, in percent; None where it is undefined.
 
-    logits `[n, classes]`. A label with one class only has no AUC and is left out of the mean.
+    logits: `[n, classes]`. A label with one class only has no AUC and is left out of the mean.
     """
     if len(targets) == 0:
         return None
-    if not targets.is_floating_point():  # a model that gives no number is wrong
+    if not targets.is_floating_point():  # a prediction that is not finite is wrong
         right = (logits.argmax(-1) == targets) & logits.isfinite().all(-1)
         return 100.0 * float(right.double().mean())
     return _percent(label_areas(logits, targets))
 
 
 def label_areas(logits: Tensor, targets: Tensor) -> list[float | None]:
-    """The area under the ROC curve of each label; None where only one class is present or a logit is no number."""
-    from sklearn.metrics import roc_auc_score  # here, not above: slow to import, and only AUC needs it
+    """Returns each label's area under the ROC curve; None with one class only, or where a logit is not finite."""
+    from sklearn.metrics import roc_auc_score  # slow to import, and only AUC needs it
 
-    found, truth = logits.double().cpu().numpy(), targets.cpu().numpy()
+    predicted, truth = logits.double().cpu().numpy(), targets.cpu().numpy()
     return [
-        float(roc_auc_score(truth[:, j], found[:, j]))
-        if 0 < truth[:, j].sum() < len(truth) and np.isfinite(found[:, j]).all()
+        float(roc_auc_score(truth[:, j], predicted[:, j]))
+        if 0 < truth[:, j].sum() < len(truth) and np.isfinite(predicted[:, j]).all()
         else None
         for j in range(truth.shape[1])
     ]
@@ -91,9 +91,9 @@ def label_areas(logits: Tensor, targets: Tensor) -> list[float | None]:
 
 @dataclass(frozen=True)
 class Scores:
-    """One number a client, their mean and standard deviation over clients (percent).
+    """One score per client, with their mean and standard deviation over clients, in percent.
 
-    per_label: of multi-label data, each label's AUC as the mean over the clients where it is defined.
+    per_label: for multi-label data, each label's mean AUC over the clients where it is defined.
     """
 
     per_client: dict[str, float | None]
@@ -113,34 +113,27 @@ class Scores:
 
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> Scores:
-        """The inverse of `as_dict`."""
+        """Returns the scores that `as_dict` wrote."""
         return cls(dict(written["per_client"]), written.get("per_label"))
 
     def as_dict(self) -> dict[str, object]:
-        return {
-            "mean": self.mean,
-            "std": self.std,
-            "per_client": self.per_client,
-            **({} if self.per_label is None else {"per_label": self.per_label}),
-        }
+        per_label = {} if self.per_label is None else {"per_label": self.per_label}
+        return {"mean": self.mean, "std": self.std, "per_client": self.per_client, **per_label}
 
 
 def scores_of(federation: Federation, logits: Sequence[Tensor], targets: Sequence[Tensor]) -> Scores:
-    """A score for each client, from its model's logits `[n, classes]` on images with these targets."""
+    """Returns a score per client, from its model's logits `[n, classes]` on images with these targets."""
     names = [c.name for c in federation.clients]
     if not federation.multilabel:
-        found = [score(a, t) for a, t in zip(logits, targets, strict=True)]
-        return Scores(dict(zip(names, found, strict=True)))
+        return Scores({n: score(a, t) for n, a, t in zip(names, logits, targets, strict=True)})
     areas = [label_areas(a, t) for a, t in zip(logits, targets, strict=True)]
     per_client = {name: _percent(row) for name, row in zip(names, areas, strict=True)}
-    return Scores(
-        per_client,
-        {n: _percent(column) for n, column in zip(federation.classes, zip(*areas, strict=True), strict=True)},
-    )
+    columns = zip(federation.classes, zip(*areas, strict=True), strict=True)
+    return Scores(per_client, {label: _percent(column) for label, column in columns})
 
 
 def _percent(areas: Iterable[float | None]) -> float | None:
-    """The mean in percent of what is defined."""
+    """Returns the mean of the defined areas in percent."""
     defined = [a for a in areas if a is not None]
     return 100.0 * float(np.mean(defined)) if defined else None
 
@@ -148,65 +141,65 @@ def _percent(areas: Iterable[float | None]) -> float | None:
 def personal_scores(
     model: LaneModel, lanes: State, federation: Federation, splits: Sequence[str] = ("local", "val", "global")
 ) -> dict[str, Scores]:
-    """The clients' own models: `local_test`, `local_val` (own data), `global_test` (everybody's test data), and
-    `server_val` (split "server": the labelled data that the server holds back, where there are any).
+    """Returns the scores of the clients' own models: `local_test` and `local_val` (own data), `global_test` (all
+    clients' test data), and `server_val` (split "server": the labelled data that the server holds back).
 
-    `lanes` has one lane a client, or one lane that all share.
+    `lanes` has one lane per client, or one lane that all share.
     """
-    names = [c.name for c in federation.clients]
-    out: dict[str, Scores] = {}
+    clients, out = federation.clients, dict[str, Scores]()
+
+    def on_own(indices: list[Indices]) -> Scores:
+        logits = own_logits(model, lanes, federation, indices)
+        return scores_of(federation, logits, [federation.labels(i) for i in indices])
+
+    def on_all(index: Indices) -> tuple[list[Tensor], Tensor]:
+        logits = logits_on(model, lanes, federation, index).expand(len(clients), -1, -1)
+        return list(logits), federation.labels(index)
+
     if "val" in splits:
-        out["local_val"] = _own(model, lanes, federation, [c.val for c in federation.clients])
+        out["local_val"] = on_own([c.val for c in clients])
     if "server" in splits:
-        logits = logits_on(model, lanes, federation, federation.server_val).expand(len(names), -1, -1)
-        targets = federation.labels(federation.server_val)
-        out["server_val"] = scores_of(federation, list(logits), [targets] * len(names))
+        logits, targets = on_all(federation.server_val)
+        out["server_val"] = scores_of(federation, logits, [targets] * len(clients))
     if "global" in splits:
-        pool = federation.test
-        logits = logits_on(model, lanes, federation, pool).expand(len(names), -1, -1)
-        targets = federation.labels(pool)
-        out["global_test"] = scores_of(federation, list(logits), [targets] * len(names))
-        if "local" in splits:  # a client's own test data are a slice of everybody's
-            ends = np.cumsum([len(c.test) for c in federation.clients])
-            spans = [slice(int(e) - len(c.test), int(e)) for e, c in zip(ends, federation.clients, strict=True)]
-            own = [logits[k, s] for k, s in enumerate(spans)]
-            out["local_test"] = scores_of(federation, own, [targets[s] for s in spans])
+        logits, targets = on_all(federation.test)
+        out["global_test"] = scores_of(federation, logits, [targets] * len(clients))
+        if "local" in splits:  # a client's own test data are a slice of all clients'
+            ends = np.cumsum([len(c.test) for c in clients])
+            slices = [slice(int(e) - len(c.test), int(e)) for e, c in zip(ends, clients, strict=True)]
+            own = [logits[k][s] for k, s in enumerate(slices)]
+            out["local_test"] = scores_of(federation, own, [targets[s] for s in slices])
     elif "local" in splits:
-        out["local_test"] = _own(model, lanes, federation, [c.test for c in federation.clients])
+        out["local_test"] = on_own([c.test for c in clients])
     return out
 
 
-def _own(model: LaneModel, lanes: State, federation: Federation, indices: list[Indices]) -> Scores:
-    found = own_logits(model, lanes, federation, indices)
-    targets = [federation.labels(i) for i in indices]
-    return scores_of(federation, found, targets)
-
-
 def scores_on(model: LaneModel, lanes: State, federation: Federation, sets: Iterable[tuple[Pixels, Tensor]]) -> Scores:
-    """Every client's model on other test sets (`data.named_sets`), the mean over them."""
+    """Returns the scores of every client's model on other test sets (`data.named_sets`), as the mean over them."""
     return all_scores_on(model, [lanes], federation, sets)[0]
 
 
 def all_scores_on(
     model: LaneModel, several: Sequence[State], federation: Federation, sets: Iterable[tuple[Pixels, Tensor]]
 ) -> list[Scores]:
-    """The same for several states of lanes, each test set made once."""
-    found: list[list[Scores]] = [[] for _ in several]
+    """Returns `scores_on` for several states of lanes; makes each test set once."""
+    results: list[list[Scores]] = [[] for _ in several]
     for images, targets in sets:
-        for lanes, scores in zip(several, found, strict=True):
+        for lanes, scores in zip(several, results, strict=True):
             logits = logits_of(model, lanes, federation, torch.from_numpy(images))
             logits = logits.expand(len(federation.clients), -1, -1)
             scores.append(scores_of(federation, list(logits), [targets] * len(logits)))
-    return [_mean_scores(federation, scores) for scores in found]
+    return [_mean_scores(federation, scores) for scores in results]
 
 
-def _mean_scores(federation: Federation, found: Sequence[Scores]) -> Scores:
-    per_label = {n: _mean([s.per_label[n] for s in found if s.per_label]) for n in found[0].per_label or {}}
-    per_client = {c.name: _mean([s.per_client[c.name] for s in found]) for c in federation.clients}
+def _mean_scores(federation: Federation, sets: Sequence[Scores]) -> Scores:
+    """Returns the mean of the scores on several test sets."""
+    per_label = {n: _mean([s.per_label[n] for s in sets if s.per_label]) for n in sets[0].per_label or {}}
+    per_client = {c.name: _mean([s.per_client[c.name] for s in sets]) for c in federation.clients}
     return Scores(per_client, per_label if federation.multilabel else None)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None where any of them is undefined: a mean of fewer would not compare."""
+    """Returns the mean, or None if a value is undefined: a mean of fewer values cannot be compared."""
     known = [v for v in values if v is not None]
     return float(np.mean(known)) if len(known) == len(values) else None

@@ -1,8 +1,6 @@
-"""What a method sees of a cohort: its lanes, its data, SGD. The same for one client on its own machine."""
+"""What a method sees of the clients that train: their data, and SGD on their lanes. The same for one client alone."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -13,11 +11,12 @@ from torch import Tensor
 
 from ..data.batches import ClientBatches, steps_of
 from ..data.federation import Federation
-from ..errors import check_choices
-from ..lanes import Batches, Group, LaneModel, Options, Pull, Result, State, Update, loop, ops_for, sgd
+from ..data.source import Indices
+from ..fields import check_fields
+from ..lanes import Group, LaneModel, Options, Pull, Result, State, Update, loop, ops_for, sgd
 from .scores import logits_on
 
-TOGETHER = ("cuda",)  # where a pass costs the same for the validation images of one client and of many
+TOGETHER = ("cuda",)  # where one pass for all clients is as fast as a pass for one
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Train:
     rounds: int = 200
     cohort: int = 0  # clients sampled each round; 0 is all of them
     epochs: int = 10
-    batch: int = 64
+    batch: int = 64  # at least 2: batch norm needs two samples
     lr: float = 0.01
     momentum: float = 0.0
     weight_decay: float = 0.0
@@ -35,24 +34,21 @@ class Train:
     weighting: Literal["uniform", "samples"] = "uniform"  # how the server averages
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        for name, least in (("rounds", 1), ("cohort", 0), ("epochs", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        if self.batch < 2:
-            raise ValueError(f"batch must be at least 2 (batch norm needs two samples), not {self.batch}")
-        if not self.lr > 0:
-            raise ValueError(f"lr must be above 0, not {self.lr}")
-        for name in ("momentum", "weight_decay", "clip"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        least = {"rounds": 1, "cohort": 0, "epochs": 1, "batch": 2, "momentum": 0, "weight_decay": 0, "clip": 0}
+        check_fields(self, least, positive=("lr",))
 
 
 def sample_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Per-sample loss `[..., B]`: cross-entropy for class indices, mean binary cross-entropy for label vectors."""
+    """Returns the loss per sample `[..., B]`: cross-entropy, or for label vectors the mean binary cross-entropy."""
     if targets.is_floating_point():
         return F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").mean(-1)
     return ops_for(logits.device).cross_entropy(logits, targets)
+
+
+def sample_losses(model: LaneModel, lanes: State, federation: Federation, index: Indices) -> Tensor:
+    """Returns every lane's loss on every image of an index, `[K, n]`."""
+    logits, targets = logits_on(model, lanes, federation, index), federation.labels(index)
+    return sample_loss(logits, targets.expand(lanes.lanes, *targets.shape))
 
 
 @dataclass
@@ -65,8 +61,8 @@ class Trainer:
     round: int
     seed: int
     options: Train
-    lanes_at_once: int = 0  # how many lanes there is room for; 0: all
-    _done: list[Result] = field(default_factory=list, init=False, repr=False)  # read when it is asked for, not before
+    lanes_at_once: int = 0  # 0: all
+    _done: list[Result] = field(default_factory=list, init=False, repr=False)  # reading it waits for a GPU
 
     @property
     def steps(self) -> list[int]:
@@ -76,7 +72,7 @@ class Trainer:
 
     @property
     def losses(self) -> list[float]:
-        """The mean training loss of each client's last copy. To ask is to wait for a GPU, as it is for `failed`."""
+        """The mean training loss of each client's last copy. Like `failed`, it waits for a GPU."""
         return self._done[-1].trace.nanmean(0).tolist()[-len(self.clients) :] if self._done else []
 
     @property
@@ -94,25 +90,21 @@ class Trainer:
         lr: float | Sequence[float] | None = None,
         epochs: int | Sequence[int] | None = None,
     ) -> State:
-        """Train `lanes`: one copy a client, or several stacked (all clients' first copies, then the second, ...).
+        """Trains `lanes`: one copy per client, or several stacked (all clients' first copies, then the second, ...).
 
-        `of` is the group that is trained, the rest stays as it is (running statistics too); nothing in it,
-        nothing done. `pull=(centre, strength)` adds `strength · (p − centre)` to the gradient. strength, lr
-        and epochs are one number, or one for each copy. A second call in a round sees the same mini-batches.
+        of: the group that is trained; the rest stays as it is, running statistics too.
+        pull: (centre, strength) adds `strength · (p − centre)` to the gradient.
+        Strength, lr and epochs are one number, or one per copy. A second call in a round sees the same mini-batches.
         """
         if of is not None and not of.params & lanes.params.keys():
             return lanes
-        copies = self._copies(lanes)
-        rates = self._per_lane(self.options.lr if lr is None else lr, copies)
-        strength = self._per_lane(pull[1], copies) if pull else []
+        rates = self._per_lane(lanes, self.options.lr if lr is None else lr)
+        towards = Pull(pull[0], self._per_lane(lanes, pull[1])) if pull else None
+        batches, steps = self._batches(lanes, epochs)
         options = self._options()
-
-        towards = Pull(pull[0], strength) if pull else None
-
-        def work(batches: Batches, steps: list[int]) -> Result:
-            return sgd(self.model, lanes, batches, sample_loss, rates, steps, towards, options, of, self.lanes_at_once)
-
-        return self._train(lanes, epochs, work)[0]
+        return self._trained(
+            sgd(self.model, lanes, batches, sample_loss, rates, steps, towards, options, of, self.lanes_at_once)
+        )[0]
 
     def loop(
         self,
@@ -122,35 +114,29 @@ class Trainer:
         key: Hashable = None,
         epochs: int | Sequence[int] | None = None,
     ) -> tuple[State, ...]:
-        """A method's own step instead of SGD's, on the same mini-batches: see `lanes.loop`.
+        """Trains with a method's own step instead of SGD's, on the same mini-batches: see `lanes.loop`.
 
-        Numbers that differ by lane belong in a state: a cohort may be trained in groups of lanes. The gradients
-        are clipped and decayed as `[train]` says; momentum is the step's own affair.
-        key: all that the step depends on besides the states, so that a GPU may record it once for all rounds; None: it
-        is run as it is each time.
+        Numbers that differ by lane belong in a state: a cohort may be trained in groups of lanes. Gradients are
+        clipped and decayed as `Train` says; momentum is the step's own affair.
+        key: all that the step depends on besides the states, so that a GPU can record it once for all rounds; with
+        None it is not recorded.
         """
-        options = self._options()
+        batches, steps = self._batches(states[0], epochs)
+        return self._trained(
+            loop(self.model, states, batches, sample_loss, steps, update, self._options(), key, self.lanes_at_once)
+        )
 
-        def work(batches: Batches, steps: list[int]) -> Result:
-            return loop(self.model, states, batches, sample_loss, steps, update, options, key, self.lanes_at_once)
-
-        return self._train(states[0], epochs, work)
-
-    def _train(
-        self,
-        lanes: State,
-        epochs: int | Sequence[int] | None,
-        work: Callable[[Batches, list[int]], Result],
-    ) -> tuple[State, ...]:
-        """`work` with the batches and the numbers of steps of these lanes' clients."""
-        copies = self._copies(lanes)
-        owner = list(self.clients) * copies
-        epoch = self._per_lane(self.options.epochs if epochs is None else epochs, copies)
-        size = [len(self.federation.clients[c].train) for c in owner]
-        steps = [steps_of(n, self.options.batch, int(e)) for n, e in zip(size, epoch, strict=True)]
+    def _batches(self, lanes: State, epochs: int | Sequence[int] | None) -> tuple[ClientBatches, list[int]]:
+        """Returns the batches of the lanes' clients, and the steps of each lane."""
+        owners = list(self.clients) * self._copies(lanes)
+        many = self._per_lane(lanes, self.options.epochs if epochs is None else epochs)
+        sizes = [len(self.federation.clients[c].train) for c in owners]
+        steps = [steps_of(n, self.options.batch, int(e)) for n, e in zip(sizes, many, strict=True)]
         dtype = next(iter(lanes.params.values())).dtype
-        batches = ClientBatches(self.federation, owner, steps, self.options.batch, self.seed, self.round, dtype)
-        result = work(batches, steps)
+        return ClientBatches(self.federation, owners, steps, self.options.batch, self.seed, self.round, dtype), steps
+
+    def _trained(self, result: Result) -> tuple[State, ...]:
+        """Notes how a training went; returns its states."""
         self._done.append(replace(result, states=()))
         return result.states
 
@@ -163,28 +149,27 @@ class Trainer:
             raise ValueError(f"{lanes.lanes} lanes are not whole copies of {len(self.clients)} clients")
         return copies
 
-    def _per_lane(self, value: float | Sequence[float], copies: int) -> list[float]:
+    def _per_lane(self, lanes: State, value: float | Sequence[float]) -> list[float]:
+        """Returns a number per lane, from one number or one per copy."""
+        copies = self._copies(lanes)
         values = [value] * copies if isinstance(value, (int, float)) else list(value)
         if len(values) != copies:
             raise ValueError(f"{len(values)} values for {copies} copies of the cohort")
         return [v for v in values for _ in self.clients]
 
     def validation_losses(self, candidates: State) -> Tensor:
-        """Each candidate lane on each client's own validation data: mean loss `[candidates, clients]`.
+        """Returns the mean loss of each candidate lane on each client's own validation data, `[candidates, clients]`.
 
-        NaN where a client holds no validation data.
+        NaN for a client without validation data.
         """
-        found = {}
-        held = {j: val for j, c in enumerate(self.clients) if len(val := self.federation.clients[c].val)}
-        together = self.model.device.type in TOGETHER and bool(held)
-        for some in [list(held)] if together else [[j] for j in held]:
-            index = np.concatenate([held[j] for j in some])
-            logits = logits_on(self.model, candidates, self.federation, index)
-            targets = self.federation.labels(index)
-            losses = sample_loss(logits, targets.expand(candidates.lanes, *targets.shape))
-            for j, part in zip(some, torch.split(losses, [len(held[j]) for j in some], 1), strict=True):
-                found[j] = part.mean(1).double()
+        indices = {j: val for j, c in enumerate(self.clients) if len(val := self.federation.clients[c].val)}
+        together, losses = self.model.device.type in TOGETHER and bool(indices), {}
+        for group in [list(indices)] if together else [[j] for j in indices]:
+            index = np.concatenate([indices[j] for j in group])
+            each = sample_losses(self.model, candidates, self.federation, index)
+            for j, part in zip(group, torch.split(each, [len(indices[j]) for j in group], 1), strict=True):
+                losses[j] = part.mean(1).double()
         out = torch.full((candidates.lanes, len(self.clients)), torch.nan, dtype=torch.float64)
-        if found:  # read at the end, at once: a GPU is waited for
-            out[:, list(found)] = torch.stack(list(found.values()), 1).cpu()
+        if losses:  # read at the end, all at once, because reading waits for a GPU
+            out[:, list(losses)] = torch.stack(list(losses.values()), 1).cpu()
         return out

@@ -1,29 +1,24 @@
-"""TOML preset + overrides -> dataclasses. The only module that knows about keys."""
-
-from __future__ import annotations
+"""Reads configurations: a preset or TOML file, with settings laid over it. Only this room knows keys."""
 
 import dataclasses
 import difflib
 import json
-import math
 import re
 import tomllib
-import types
 import typing
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from ..adapters import Adapter, Residual, adapter_of
 from ..adapters import known as known_adapter
 from ..client.trainer import Train
 from ..data import GIVEN, DataOptions, is_public_name
 from ..errors import InputError, unknown
+from ..fields import check_fields, coerce
 from ..methods import REGISTRY, Method, check_name, hyperparameters, make_method
 from ..models import WEIGHTS, known
 from ..runs.options import RunOptions
@@ -45,17 +40,12 @@ class ModelOptions:
     pretrain_lr: float = 0.01  # with this learning rate, whatever the method's own is
 
     def __post_init__(self) -> None:
+        check_fields(self, {"dropout": 0, "adapter_std": 0, "pretrain_rounds": 1}, positive=("pretrain_lr",))
+        if self.dropout >= 1:
+            raise InputError(f"ModelOptions.dropout must be below 1, not {self.dropout}")
         if self.backbone != GIVEN:
             known(self.backbone)
         known_adapter(self.adapter)
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
-        if not self.adapter_std >= 0:
-            raise ValueError(f"adapter_std must not be negative, not {self.adapter_std}")
-        if not self.pretrain_lr > 0:
-            raise ValueError(f"pretrain_lr must be above 0, not {self.pretrain_lr}")
-        if self.pretrain_rounds < 1:
-            raise ValueError(f"pretrain_rounds must be at least 1, not {self.pretrain_rounds}")
 
     def strategy(self) -> Adapter | None:
         """Returns the adapter that these options describe."""
@@ -66,6 +56,8 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class Config:
+    """All that a run folder says about how a run was made."""
+
     data: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     train: Train = field(default_factory=Train)
@@ -85,11 +77,11 @@ class Config:
         return {k: dict(v) if isinstance(v, dict) else dataclasses.asdict(v) for k, v in out.items()}
 
     def flat(self) -> dict[str, Any]:
-        """`{"section.key": value}`."""
+        """Returns `{"section.key": value}`."""
         return {f"{section}.{k}": v for section, values in self.as_dict().items() for k, v in values.items()}
 
     def toml(self) -> str:
-        """Fully resolved; training it again on such a machine reproduces the run."""
+        """Returns config.toml, with every key; training it again on such a machine reproduces the run."""
         return "\n".join(
             f"[{section}]\n" + "".join(f"{k} = {toml_value(v)}\n" for k, v in values.items())
             for section, values in self.as_dict().items()
@@ -103,8 +95,6 @@ SECTIONS: dict[str, Any] = {
     "distill": Distill,
     "run": RunOptions,
 }
-
-
 CLASSES = {
     **{kind.__name__: name for name, kind in SECTIONS.items()},
     "FederationOptions": "federation",
@@ -116,24 +106,25 @@ NAMED = re.compile(rf"\b({'|'.join(CLASSES)})\.(?=[a-z])")
 
 
 def in_keys(text: str) -> str:
-    """Returns a message of the library as a user of keys knows it: `Train.cohort` becomes `train.cohort`."""
-    return NAMED.sub(lambda found: f"{CLASSES[found.group(1)]}.", text)
+    """Returns a message of the library with keys instead of classes: `Train.cohort` becomes `train.cohort`."""
+    return NAMED.sub(lambda match: f"{CLASSES[match.group(1)]}.", text)
 
 
 def presets() -> dict[str, str]:
-    """Name -> one line about it."""
-    found = (p for p in (resources.files(__package__) / "presets").iterdir() if p.name.endswith(".toml"))
+    """Returns the presets' names, each with a line about it."""
+    files = sorted((resources.files(__package__) / "presets").iterdir(), key=lambda p: p.name)
     return {
         p.name.removesuffix(".toml"): str(tomllib.loads(p.read_text("utf8"))["description"])
-        for p in sorted(found, key=lambda p: p.name)
+        for p in files
+        if p.name.endswith(".toml")
     }
 
 
 def resolve(source: str = "digits", overrides: Mapping[str, Any] | None = None) -> Config:
-    """A preset's name or a TOML file, with `{"section.key": value}` laid over it. Paths become absolute.
+    """Returns the configuration of a preset or TOML file with `overrides` laid over it. Paths become absolute.
 
-    A file may begin with `preset = "digits"` and then need only say what differs. `[methods.NAME]` has settings
-    for one method (`train.lr = 0.01`), which `perada tune` writes.
+    A file that begins with `preset = "digits"` says only what differs. `[methods.NAME]` has settings for one method
+    (`train.lr = 0.01`); `perada tune` writes it.
     """
     tables = _tables(source)
     tables.pop("tune", None)
@@ -148,8 +139,8 @@ def resolve(source: str = "digits", overrides: Mapping[str, Any] | None = None) 
         if not isinstance(table, dict):
             raise InputError(f"{source}: [{section}] must be a section, not a value")
         table[name] = value
-    config = _build(tables)
-    for key in overrides or {}:  # a preset's setting for its own method is skipped, one that was asked for is an error
+    config = from_tables(tables)
+    for key in overrides or {}:  # in a preset a setting of another method is skipped, in an override it is an error
         if key.startswith("method.") and key.removeprefix("method.") not in config.method:
             owners = ", ".join(m for m in REGISTRY if key in _known_keys(m))
             raise InputError(f"unknown key {key!r} of {config.method_name}: that is a setting of {owners}")
@@ -157,16 +148,16 @@ def resolve(source: str = "digits", overrides: Mapping[str, Any] | None = None) 
 
 
 def tune_grid(source: str) -> dict[str, list[Any]]:
-    """The `[tune]` section of a preset or file: `train.lr = [0.01, 0.05]` -> {"train.lr": [0.01, 0.05]}."""
-    found = _flat({"tune": _tables(source).get("tune", {})}, "tune", source, check=False)
-    for key, values in found.items():
+    """Returns the `[tune]` section of a preset or file, such as `{"train.lr": [0.01, 0.05]}`."""
+    grid = _flat({"tune": _tables(source).get("tune", {})}, "tune", source, check=False)
+    for key, values in grid.items():
         if not isinstance(values, list) or not values:
             raise InputError(f"{source}: [tune] {key} must be a list of values to try, not {values!r}")
-    return found
+    return grid
 
 
 def _tables(source: str) -> dict[str, Any]:
-    """The sections of a preset or file, laid over those of the preset it names."""
+    """Returns the sections of a preset or file, laid over those of the preset that it names."""
     tables = _read(source)
     tables.pop("description", None)
     if "preset" not in tables:
@@ -184,42 +175,41 @@ def _tables(source: str) -> dict[str, Any]:
 
 
 def _flat(special: Any, name: str, source: str, check: bool = True) -> dict[str, Any]:
-    """`[methods.NAME]` as `{"section.key": value}`."""
+    """Returns `[methods.NAME]` as `{"section.key": value}`."""
     if not isinstance(special, dict):
-        raise InputError(f"{source}: [methods] holds one section a method, such as [methods.ditto]")
+        raise InputError(f"{source}: [methods] holds one section per method, such as [methods.ditto]")
     for other in special if check else ():
         check_name(other)
-    found = special.get(name, {})
-    if not isinstance(found, dict) or not all(isinstance(values, dict) for values in found.values()):
+    sections = special.get(name, {})
+    if not isinstance(sections, dict) or not all(isinstance(values, dict) for values in sections.values()):
         raise InputError(f"{source}: write settings for {name} as section.key = value, such as train.lr = 0.01")
-    return {f"{section}.{key}": value for section, values in found.items() for key, value in values.items()}
+    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """`section.key=value` from the command line; the value is TOML, or else plain text."""
+    """Returns the key and value of `section.key=value`; the value is TOML, or else plain text."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip() or len(text.strip().splitlines()) > 1:
         raise InputError(f"--set {text!r}: write it as section.key=value")
-    if value in ("True", "False"):  # as Python has them
+    if value in ("True", "False"):  # Python's spelling
         return key.strip(), value == "True"
     try:
         return key.strip(), tomllib.loads(f"v = {value}")["v"]
     except tomllib.TOMLDecodeError:
         pass
     try:
-        return key.strip(), float(value)  # `.5`, which TOML does not know
+        return key.strip(), float(value)  # `.5`, which is not TOML
     except ValueError:
         return key.strip(), value
 
 
 def parse_grid(text: str) -> tuple[str, list[Any]]:
-    """`section.key=a,b,c` from the command line."""
+    """Returns the key and values of `section.key=a,b,c`."""
     key, equals, values = text.partition("=")
     parts = [v for v in values.strip("[] ").split(",") if v.strip()]
     if not equals or not key.strip() or not parts:
         raise InputError(f"--grid {text!r}: write it as section.key=value,value,...")
-    found = [parse_setting(f"{key}={v}")[1] for v in parts]
-    return key.strip(), found
+    return key.strip(), [parse_setting(f"{key}={v}")[1] for v in parts]
 
 
 def _read(source: str) -> dict[str, Any]:
@@ -244,13 +234,8 @@ def read_toml(path: Traversable, advice: str = "") -> dict[str, Any]:
         raise InputError(f"{path}: not valid TOML: {error}") from error
 
 
-def from_tables(tables: Mapping[str, Any]) -> Config:
-    """What `Config.as_dict` gave, as a Config again; checked like a file."""
-    return _build({name: dict(values) for name, values in tables.items()})
-
-
 def section(name: str, kind: Any, values: Any) -> Any:
-    """One more section of a TOML file, `kind` a dataclass with a default or none for each key."""
+    """Returns a section of a TOML file as an object of the dataclass `kind`."""
     if not isinstance(values, dict):
         raise InputError(f"[{name}] must be a section, not a value")
     known = {f.name: f for f in dataclasses.fields(kind)}
@@ -264,12 +249,12 @@ def section(name: str, kind: Any, values: Any) -> Any:
 
 
 def _unknown(section: str, key: str, method: str) -> InputError:
-    """Whoever writes `lr` or `optimizer.lr` is told of train.lr, and whoever writes `trian.lr` of train."""
-    said, keys, sections = f"{section}.{key}".strip("."), _known_keys(method), [*SECTIONS, "method"]
+    """Returns an error that suggests `train.lr` for `lr` and `optimizer.lr`, and `train` for `trian.lr`."""
+    written, keys, sections = f"{section}.{key}".strip("."), _known_keys(method), [*SECTIONS, "method"]
     same = [k for k in keys if k.partition(".")[2] == key]
-    same.sort(key=lambda k: not k.startswith(("train.", "run.")))  # which are meant more often
+    same.sort(key=lambda k: not k.startswith(("train.", "run.")))  # the likelier ones first
     if same and not difflib.get_close_matches(section or key, sections, n=1, cutoff=0.8):
-        return InputError(f"unknown key {said!r}: did you mean {'? Or '.join(map(repr, same))}?")
+        return InputError(f"unknown key {written!r}: did you mean {'? Or '.join(map(repr, same))}?")
     return unknown("section", section, sections) if section else unknown("key", key, keys)
 
 
@@ -278,7 +263,9 @@ def _known_keys(method: str) -> list[str]:
     return [*keys, "method.name", *(f"method.{k}" for k in hyperparameters(method))]
 
 
-def _build(tables: dict[str, Any]) -> Config:
+def from_tables(tables: Mapping[str, Any]) -> Config:
+    """Returns the configuration that a file's sections describe; the inverse of `Config.as_dict`."""
+    tables = dict(tables)
     method = tables.pop("method", {})
     if not isinstance(method, dict):
         raise InputError('[method] must be a section with a name, such as name = "perada"')
@@ -302,11 +289,11 @@ def _build(tables: dict[str, Any]) -> Config:
     public = made["distill"].data
     made["distill"] = replace(made["distill"], data=public if is_public_name(public) else _absolute(public, ()))
     settings = {k: v for k, v in method.items() if k != "name"}
-    # A preset's setting for its own method means nothing to another one: keep what any method knows.
+    # A preset's setting for its own method is skipped for another; a setting that no method has is an error.
     for key in settings:
         if key not in known and not any(key in hyperparameters(m) for m in REGISTRY):
             raise unknown("key", f"method.{key}", _known_keys(name))
-    typed = {k: _coerce(v, known[k], f"method.{k}") for k, v in settings.items() if k in known}
+    typed = {k: coerce(v, known[k], f"method.{k}") for k, v in settings.items() if k in known}
     try:
         filled = make_method(name, typed)
     except ValueError as error:
@@ -319,49 +306,28 @@ def _build(tables: dict[str, Any]) -> Config:
 
 
 def _absolute(value: str, names: Container[str]) -> str:
-    """A path that means the same from any folder; a word with a meaning of its own stays."""
+    """Returns an absolute path, or the value itself if it is one of the names with another meaning."""
     return value if value in names else str(Path(value).expanduser().absolute())
 
 
 def _section(section: str, kind: Any, values: Mapping[str, Any]) -> Any:
     hints = typing.get_type_hints(kind)
-    typed = {k: _coerce(v, hints[k], f"{section}.{k}") for k, v in values.items()}
+    typed = {k: coerce(v, hints[k], f"{section}.{k}") for k, v in values.items()}
     try:
         return kind(**typed)
-    except ValueError as error:
+    except InputError as error:  # which names the class
+        raise InputError(in_keys(str(error))) from error
+    except ValueError as error:  # which names the field alone
         raise InputError(f"{section}.{error}") from error
 
 
-def _coerce(value: Any, hint: Any, key: str) -> Any:
-    """Check a TOML value against a field's type; whole numbers serve as floats, lists as tuples."""
-    if isinstance(value, np.generic):  # from Python: a number of an array
-        value = value.item()
-    origin = typing.get_origin(hint)
-    if origin is Literal:
-        options = typing.get_args(hint)
-        if value not in options:
-            raise InputError(f"{key} must be one of {', '.join(map(str, options))}, not {value!r}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise InputError(f"{key} must be a list, such as [1, 2], not {value!r}")
-        return tuple(_coerce(v, typing.get_args(hint)[0], key) for v in value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-        raise InputError(f"{key} must be {words[hint]}, not {value!r}")
-    if hint is float and not math.isfinite(value):
-        raise InputError(f"{key} must be a finite number, not {value}")
-    return value
-
-
 def toml_value(value: Any) -> str:
+    """Returns a value as it is written in TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
-    if isinstance(value, types.NoneType):
+    if value is None:
         raise TypeError("TOML has no null")
-    # JSON's strings are TOML's, but for surrogate pairs and the one control character JSON leaves as it is.
+    # JSON writes strings as TOML does, except for surrogate pairs and one control character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

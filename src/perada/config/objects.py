@@ -1,7 +1,5 @@
 """From a configuration to an experiment: the only reader of keys."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,7 @@ from .keys import Config, ModelOptions
 
 
 def in_memory(experiment: Experiment) -> None:
-    """Pretrains without a folder."""
+    """Pretrains without a run folder."""
     for _ in range(experiment.train.rounds):
         experiment.round()
 
@@ -42,8 +40,8 @@ def build(
 ) -> Experiment:
     """Returns the experiment that a configuration describes; without public images if not `to_train`.
 
-    backbone: the copy of the weights that a run folder keeps. federation: saves loading the data again.
-    net: a network given from Python. pretrain: runs FedAvg where the weights come from it.
+    backbone: the copy of the weights in a run folder. federation: saves loading the data again.
+    pretrain: runs FedAvg if the weights come from it. net: a network given from Python.
     cohort: who trains, if not the federation's clients on this machine.
     """
     device = device_of(config.run.device)
@@ -75,7 +73,7 @@ def build(
     experiment.config = config
     if local:
         say(experiment.about_lanes)
-        say(federation.about_images())  # last: a refusal is one line
+        say(federation.about_images())  # last, so that an error is the only line
     if device.type == "cuda" and not ops_for(device).fast:
         say("warning: Triton is missing: results are the same, but training is slower")
     return experiment
@@ -107,15 +105,13 @@ def check(config: Config, federation: Federation, local: bool = True) -> None:
 def _public(config: Config, federation: Federation) -> Tensor | None:
     if config.distill.data == VALIDATION:
         return federation.take(federation.val)
-    if config.distill.data == "none":
-        raise InputError("distillation needs public images: set Distill.data, or Distill.steps=0")
     return public_images(config.distill.data, federation.images.shape[-1], config.data.root)
 
 
 def _network(
     config: Config, federation: Federation, saved: Path | None, say: Say, pretrain: Callable[[Experiment], None]
 ) -> Backbone:
-    """Returns the network with its weights, and says what the weights gave."""
+    """Returns the network with its weights; says which weights were loaded."""
     source = str(saved) if saved else config.model.weights
     if config.model.backbone == GIVEN:
         raise InputError("the network was given from Python: give it again, as model=")
@@ -129,7 +125,7 @@ def _network(
 
 
 def _pretrained(config: Config, federation: Federation, say: Say, pretrain: Callable[[Experiment], None]) -> Backbone:
-    """FedAvg from scratch on the clients' own data, with random streams of its own."""
+    """Returns the network after FedAvg from scratch on the clients' data, with random streams of its own."""
     start = pretraining(config)
     say(f"pretraining {config.model.backbone} with {start.train.rounds} rounds of FedAvg on the clients' data")
     experiment = build(start, federation=federation)
@@ -158,7 +154,7 @@ def pretraining(config: Config) -> Config:
 
 
 def describe(experiment: Experiment) -> Config:
-    """Returns the configuration of an experiment made from objects: what a folder cannot hold is called `given`."""
+    """Returns the configuration of an experiment; what a folder cannot hold is called `given`."""
     if experiment.config is not None:
         return experiment.config  # type: ignore[no-any-return]
     adapter, method = experiment.adapter, experiment.method
@@ -176,7 +172,7 @@ def describe(experiment: Experiment) -> Config:
 
 
 def about_data(federation: Federation) -> list[str]:
-    """Returns a warning for whatever the data lack."""
+    """Returns a warning for everything that the data lack."""
     lines = [f"warning: cannot read {path}: skipped (DataOptions.skip_bad)" for path in federation.skipped]
     if not federation.tested:
         lines.append("warning: no client has test images, so test scores are n/a: raise DataOptions.test")

@@ -1,8 +1,6 @@
 """Settings as `section.key: value`, laid over a preset or file for several runs of it."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +39,16 @@ def moved(settings: Settings) -> dict[str, Any]:
     return {k: v for k, v in settings.items() if k in MOVED}
 
 
-def changeable(stored: Config, overrides: Settings) -> dict[str, Any]:
-    """Returns those overrides that a resumed run may change; public images may be the same file elsewhere."""
-    there, here = Path(stored.distill.data), Path(str(overrides.get("distill.data", "")))
-    same = there.name == here.name and there.is_absolute() and here.is_absolute()
-    return {k: v for k, v in overrides.items() if k in RESUMED or (same and k == "distill.data")}
+def different(settings: Settings, others: Settings, ignored: Container[str]) -> str | None:
+    """Returns the first of the settings that has another value in `others`; of a path, only the last part counts."""
 
+    def value(key: str, of: Settings) -> Any:
+        setting = of.get(key)
+        if key in PATHS:
+            return Path(str(setting)).name
+        return list(setting) if isinstance(setting, tuple) else setting  # JSON has no tuples
 
-def anywhere(key: str, value: Any) -> Any:
-    """Returns a setting's value; of a path, its last part: the file may have moved."""
-    return Path(str(value)).name if key in PATHS else value
+    return next((k for k in settings if k not in ignored and value(k, settings) != value(k, others)), None)
 
 
 def absolute(settings: Settings, config: Config) -> dict[str, Any]:

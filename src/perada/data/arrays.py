@@ -63,15 +63,15 @@ def from_sites(sites: Mapping[str, Pair], classes: Sequence[str] | None = None, 
     if not sites:
         raise InputError('no sites: give {"site": (images, labels)}')
     parts = []  # sorted, so that the order of the mapping does not matter
-    for split, given in {"train": sites, **sets}.items():
-        for site in sorted({*sites, *given}):
+    for split, pairs in {"train": sites, **sets}.items():
+        for site in sorted({*sites, *pairs}):
             where = f"site {site!r}" if split == "train" else f"{split} data of site {site!r}"
             if site not in sites:
                 raise unknown(f"site of {split} data", site, sites)
-            if site not in given:
+            if site not in pairs:
                 raise InputError(f"no {where}: give every site a set of its own, or one share for all")
             try:
-                x, y = given[site]
+                x, y = pairs[site]
             except (TypeError, ValueError) as error:
                 raise InputError(f"{where}: give a pair (images, labels)") from error
             parts.append(_part(where, x, y, split, site))
@@ -249,9 +249,9 @@ def _numbered(where: str, labels: Array, classes: tuple[str, ...]) -> Targets:
         return labels.astype(np.uint8)
     if labels.dtype.kind == "U":
         number = {name: i for i, name in enumerate(classes)}
-        strange = sorted(set(labels.tolist()) - number.keys())
-        if strange:
-            raise InputError(f"{where}: label {strange[0]!r} is not one of its classes")
+        others = sorted(set(labels.tolist()) - number.keys())
+        if others:
+            raise InputError(f"{where}: label {others[0]!r} is not one of its classes")
         return np.array([number[label] for label in labels.tolist()], np.int64)
     targets = labels.astype(np.int64)
     bad = np.flatnonzero((targets < 0) | (targets >= len(classes)))
@@ -282,9 +282,9 @@ def _split(file: Path, arrays: Arrays, count: int) -> tuple[Mask | None, Mask | 
     """Returns masks of the test and the validation images, None if there are none."""
     if "split" in arrays:
         words = [str(word).lower() for word in arrays["split"].ravel()]
-        strange = sorted(set(words) - SPLITS.keys())
-        if strange:
-            raise InputError(f"{file}: split {strange[0]!r}: expected train, val or test")
+        others = sorted(set(words) - SPLITS.keys())
+        if others:
+            raise InputError(f"{file}: split {others[0]!r}: expected train, val or test")
         if len(words) != count:
             raise InputError(f"{file}: split must have one entry for each image")
         return split_masks(words)

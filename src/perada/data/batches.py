@@ -64,8 +64,8 @@ class ClientBatches:
 
     def __call__(self, step: int | Tensor, lanes: Tensor) -> Batch:
         """Returns the lanes' batch at one step, or each lane's at its own."""
-        ops, every = ops_for(self.index.device), self.federation.targets
-        samples, targets, keys = ops.client_batch(self.index, self.row, self.keys, every, lanes, step)
+        ops, labels = ops_for(self.index.device), self.federation.targets
+        samples, targets, keys = ops.client_batch(self.index, self.row, self.keys, labels, lanes, step)
         fetched = self._fetched(step, lanes) if self.federation.stream and isinstance(step, int) else None
         return Batch(self.federation.views(samples, keys, self.dtype, fetched), targets, None, keys)
 
@@ -105,19 +105,21 @@ class ClientBatches:
 
     def merged(self, others: Sequence[Self]) -> Self:
         """Returns the batches of the lanes of all trainings, one after another."""
-        every = [self, *others]
-        whole, longest = copy.copy(self), max(b.index.shape[1] for b in every)
-        whole.index = torch.cat([F.pad(b.index, (0, 0, 0, longest - b.index.shape[1])) for b in every])
-        first = itertools.accumulate((len(b.index) for b in every), initial=0)
-        whole.row = torch.cat([b.row + at for b, at in zip(every, first, strict=False)])
-        whole.keys = torch.cat([b.keys for b in every])
-        return whole
+        batches = [self, *others]
+        result, longest = copy.copy(self), max(b.index.shape[1] for b in batches)
+        result.index = torch.cat([F.pad(b.index, (0, 0, 0, longest - b.index.shape[1])) for b in batches])
+        first = itertools.accumulate((len(b.index) for b in batches), initial=0)
+        result.row = torch.cat([b.row + at for b, at in zip(batches, first, strict=False)])
+        result.keys = torch.cat([b.keys for b in batches])
+        return result
 
     def _fetched(self, step: int, lanes: Tensor) -> Tensor:
         """Returns the images of this step, which were requested one step ago, and requests those of the next."""
         rows = self.row[lanes].tolist()
-        at, asked, pending = self.ahead or (-1, [], None)
-        if pending is not None and at == step and asked[: len(rows)] == rows:  # finished lanes leave from the end
+        next_step, next_rows, pending = self.ahead or (-1, [], None)
+        if (
+            pending is not None and next_step == step and next_rows[: len(rows)] == rows
+        ):  # finished lanes leave from the end
             images = pending.result()[: len(rows) * self.host.shape[2]]
         else:
             images = self._read(step, rows)

@@ -91,11 +91,11 @@ def cifar10_c(root: str, name: str, severity: int) -> Part:
     path = base / f"{name}.npy"
     images = _npy(path)
     labels = _labels(base / "labels.npy", _npy(base / "labels.npy"), len(images), 10)
-    each, rest = divmod(len(images), len(SEVERITIES))
+    count, rest = divmod(len(images), len(SEVERITIES))
     if rest:
         raise _damaged(path, f"{len(images)} images are not {len(SEVERITIES)} severities of equal length")
-    mine = slice((severity - 1) * each, severity * each)
-    return _planes(path, images[mine]), labels[mine]
+    part = slice((severity - 1) * count, severity * count)
+    return _planes(path, images[part]), labels[part]
 
 
 def stl10(root: str, size: int = 32) -> Source:

@@ -1,7 +1,7 @@
-"""What the corruptions are made of: sampling, smearing, fog, frost. Pixels are float32 in 0..1, `[b, C, H, W]`.
+"""The building blocks of corruptions: sampling, smearing, fog, frost. Pixels are float32 in 0..1, `[b, C, H, W]`.
 
-Everything here is elementwise or runs along the lines of one image, and never is a matrix product over the batch. A
-product may add in another order for another batch size, and no result may depend on the other images.
+Everything here is elementwise or runs along the lines of one image. It is never a matrix product over the batch, which
+may add in another order for another batch size: no result may depend on the other images.
 """
 
 import math
@@ -42,7 +42,7 @@ def ratio(a: Pixels, b: Pixels) -> Pixels:
 
 
 def grey_of(x: Pixels) -> Pixels:
-    """`[b, C, H, W]` -> `[b, 1, H, W]`."""
+    """Returns the grey values of images, `[b, 1, H, W]`."""
     if x.shape[1] == 1:
         return x
     red, green, blue = (x[:, c : c + 1] * LUMA[c] for c in range(3))
@@ -114,8 +114,8 @@ def convolve(x: Pixels, taps: Taps, beyond: Literal["edge", "wrap"] = "edge") ->
     out, part = np.zeros_like(x), np.empty_like(x)
     total = sum(weight for _, _, weight in taps)
     for dy, dx, weight in taps:
-        seen = wide[..., reach + dy : reach + dy + h, reach + dx : reach + dx + w]
-        np.multiply(seen, np.float32(weight / total), out=part)
+        shifted = wide[..., reach + dy : reach + dy + h, reach + dx : reach + dx + w]
+        np.multiply(shifted, np.float32(weight / total), out=part)
         out += part
     return out
 

@@ -289,8 +289,8 @@ def writable(images: Pixels) -> Pixels:
     """Returns an array that torch takes: mapped pixels stay mapped, and are copied only where they are written."""
     if images.flags.writeable:
         return images
-    whole = isinstance(images, np.memmap) and not isinstance(images.base, np.ndarray) and images.flags.c_contiguous
-    if whole and isinstance(images, np.memmap) and images.filename is not None:
+    part = isinstance(images.base, np.ndarray) or not images.flags.c_contiguous
+    if isinstance(images, np.memmap) and images.filename is not None and not part:
         return np.memmap(images.filename, images.dtype, "c", images.offset, images.shape)
     return images.copy()
 

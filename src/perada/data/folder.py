@@ -41,11 +41,11 @@ def folder(root: str, size: int, skip_bad: bool) -> Source:
             f"{base}: {wrong if files else 'no images'}; expected site/class/image.png everywhere, or class/image.png "
             "everywhere"
         )
-    images, kept = decode(files, base, size, skip_bad)
-    paths = [path.relative_to(base) for path in compress(files, kept)]
+    images, readable = decode(files, base, size, skip_bad)
+    paths = [path.relative_to(base) for path in compress(files, readable)]
     classes, targets = np.unique([p.parts[-2] for p in paths], return_inverse=True)
     site = np.array([p.parts[0] for p in paths]) if depths == {3} else None
-    names = image_names(files, kept)
+    names = image_names(files, readable)
     return Source(
         base.name, images, targets.astype(np.int64), tuple(classes.tolist()), *IMAGENET, None, site, None, *names
     )
@@ -83,9 +83,9 @@ def _complete(base: Path, domains: dict[str, Path]) -> None:
     if missing:
         raise InputError(f"{base}: no folder {', '.join(missing)}: Office-Home is incomplete; unpack it again")
     classes = {name: {p.parent.name for p in image_files(domains[_plain(name)])} for name in DOMAINS}
-    every = set().union(*classes.values())
-    for name, own in classes.items():
-        if own != every:
+    names = set().union(*classes.values())
+    for domain, own in classes.items():
+        if own != names:
             raise InputError(
-                f"{base}: {name} has no images of {min(every - own)}: Office-Home is incomplete; unpack it again"
+                f"{base}: {domain} has no images of {min(names - own)}: Office-Home is incomplete; unpack it again"
             )

@@ -1,7 +1,7 @@
 """Image files to pixels, and a cache of decoded images on disk.
 
 Decoding thousands of photographs takes minutes; mapping their pixels from disk takes no time. A cache file is one
-`.npy` of uint8 `[kept, 3, size, size]`. After the array come one bit per file asked for (could it be read?) and a
+`.npy` of uint8 `[readable, 3, size, size]`. After the array come one bit per file (whether it could be read) and a
 CRC-32. Its name is a hash of everything the pixels depend on, so it never has to be updated.
 """
 
@@ -73,14 +73,14 @@ def decode(
     skip_bad: bool,
     advice: str = "fix them, or skip them with DataOptions.skip_bad=true",
 ) -> tuple[Pixels, Mask]:
-    """Returns pixels `[kept, 3, size, size]` of the files that can be read, and which of the n files these are, `[n]`.
+    """Returns the pixels of the readable files, `[readable, 3, size, size]`, and which files these are, `[files]`.
 
     Files that cannot be read are refused by name, or skipped with `skip_bad`. The pixels may be mapped from the cache
     (copy on write). `base` is the folder that the names in the cache's key are relative to.
     """
 
-    def check(kept: Mask) -> None:
-        bad = [str(path) for path in compress(files, ~kept)]
+    def check(readable: Mask) -> None:
+        bad = [str(path) for path in compress(files, ~readable)]
         if bad and (not skip_bad or len(bad) == len(files)):
             more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
             todo = advice if len(bad) < len(files) else "fix them, or give another folder"
@@ -91,23 +91,23 @@ def decode(
     return _cached(key, len(files), size, read, check)
 
 
-def image_names(files: Sequence[Path], kept: Mask) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def image_names(files: Sequence[Path], readable: Mask) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns `Source.names`, which stay the same when all files are moved together, and `Source.skipped`."""
-    whole = [os.path.abspath(path) for path in compress(files, kept)]
-    top = os.path.commonprefix(whole).rfind(os.sep) + 1  # noqa: RUF071 (cut at a folder's end)
-    names = tuple(name[top:].replace(os.sep, "/") for name in whole)
-    return names, tuple(str(path) for path in compress(files, ~kept))
+    paths = [os.path.abspath(path) for path in compress(files, readable)]
+    top = os.path.commonprefix(paths).rfind(os.sep) + 1  # noqa: RUF071 (cut at a folder's end)
+    names = tuple(name[top:].replace(os.sep, "/") for name in paths)
+    return names, tuple(str(path) for path in compress(files, ~readable))
 
 
 def resized(images: Pixels, size: int, key: Iterable[str] | None = None) -> Pixels:
-    """`[n, 3, h, w]` or `[n, 1, h, w]` -> `[n, 3, size, size]` by antialiased bicubic scaling, cached.
+    """Returns images `[n, 3 or 1, h, w]` as `[n, 3, size, size]` by antialiased bicubic scaling, cached.
 
     key: says what the images are, if hashing them all would take too long.
     """
     if key is None:
         key = (str(images.shape), hashlib.sha256(np.ascontiguousarray(images).data).hexdigest())
     scale = partial(_in_threads, partial(_scale, size=size), images)
-    return _cached(("resized", *key), len(images), size, scale, lambda kept: None)[0]
+    return _cached(("resized", *key), len(images), size, scale, lambda readable: None)[0]
 
 
 def _scale(pixels: Pixels, size: int) -> Pixels:
@@ -149,7 +149,7 @@ def _cached(
     read: Callable[[], Iterable[Pixels | None]],
     check: Callable[[Mask], None],
 ) -> tuple[Pixels, Mask]:
-    """Returns the pixels that `read` yields, `[kept, 3, size, size]`, and which of them are not None, `[count]`.
+    """Returns the pixels that `read` yields, `[readable, 3, size, size]`, and which of them are not None, `[count]`.
 
     `check` may refuse the latter, before anything is stored. Two processes that want the same images both decode
     them, and the later file replaces an equal one. If nothing can be written, the images are kept in memory.
@@ -168,50 +168,46 @@ def _cached(
         if stored is not None:
             check(stored[1])
             return stored
-    images, kept, number = np.empty((count, 3, size, size), np.uint8), np.zeros(count, np.bool_), 0
+    images, readable, number = np.empty((count, 3, size, size), np.uint8), np.zeros(count, np.bool_), 0
     for i, pixels in enumerate(read()):
         if pixels is not None:
-            images[number], kept[i] = pixels, True
+            images[number], readable[i] = pixels, True
             number += 1
-    check(kept)
-    return images[:number], kept
+    check(readable)
+    return images[:number], readable
 
 
 def _store(path: Path, count: int, size: int, items: Iterable[Pixels | None], check: Callable[[Mask], None]) -> None:
     with whole_file(path) as f:
-        kept, crc = np.zeros(count, np.bool_), 0
+        readable, crc = np.zeros(count, np.bool_), 0
         f.write(npy_header((count, 3, size, size)))
         for i, pixels in enumerate(items):
             if pixels is not None:
                 data = pixels.tobytes()
                 crc = zlib.crc32(data, crc)
                 f.write(data)
-                kept[i] = True
-        check(kept)
-        bits = np.packbits(kept).tobytes()
+                readable[i] = True
+        check(readable)
+        bits = np.packbits(readable).tobytes()
         f.write(bits + zlib.crc32(bits, crc).to_bytes(4, "little"))
         f.seek(0)
-        f.write(npy_header((int(kept.sum()), 3, size, size)))
+        f.write(npy_header((int(readable.sum()), 3, size, size)))
 
 
 def _load(path: Path, count: int, size: int) -> tuple[Pixels, Mask] | None:
     """Returns a whole and undamaged cache file, mapped copy-on-write (torch warns about a read-only array), or None."""
-    tail = (count + 7) // 8 + 4
+    length = (count + 7) // 8
     try:
         with path.open("rb") as f:
-            f.seek(-tail, os.SEEK_END)
-            bits, wanted = f.read(tail - 4), f.read(4)
-            kept = np.unpackbits(np.frombuffer(bits, np.uint8), count=count).astype(np.bool_)
-            shape = (int(kept.sum()), 3, size, size)
-            header, left = npy_header(shape), f.tell() - tail
+            f.seek(-length - 4, os.SEEK_END)
+            bits, checksum = f.read(length), f.read(4)
+            readable = np.unpackbits(np.frombuffer(bits, np.uint8), count=count).astype(np.bool_)
+            shape, end = (int(readable.sum()), 3, size, size), f.tell()
+            header = npy_header(shape)
             f.seek(0)
-            if not shape[0] or left != len(header) + math.prod(shape) or f.read(len(header)) != header:
+            if f.read(len(header)) != header or end != len(header) + math.prod(shape) + length + 4:
                 return None
-            crc, left = 0, left - len(header)
-            while left and (data := f.read(min(left, 1 << 22))):
-                crc, left = zlib.crc32(data, crc), left - len(data)
-            if left or zlib.crc32(bits, crc).to_bytes(4, "little") != wanted:
-                return None
-        return np.memmap(path, np.uint8, "c", len(header), shape), kept
-    except (OSError, ValueError):
+        images = np.memmap(path, np.uint8, "c", len(header), shape)
+    except (OSError, ValueError):  # ValueError: no image at all
         return None
+    return (images, readable) if zlib.crc32(bits, zlib.crc32(images.data)).to_bytes(4, "little") == checksum else None

@@ -96,11 +96,11 @@ def manifest(
     _once(table, files)
     if not skip_bad:
         table.require(range(len(files)), files)
-    images, kept = decode(files, table.file.parent, size, skip_bad)
-    site = np.array(table.columns["site"])[kept] if "site" in table.columns else None
-    test, val = split_masks(list(compress(splits, kept)))
+    images, readable = decode(files, table.file.parent, size, skip_bad)
+    site = np.array(table.columns["site"])[readable] if "site" in table.columns else None
+    test, val = split_masks(list(compress(splits, readable)))
     stem = table.file.stem
-    return Source(stem, images, targets[kept], classes, *IMAGENET, test, site, val, *image_names(files, kept))
+    return Source(stem, images, targets[readable], classes, *IMAGENET, test, site, val, *image_names(files, readable))
 
 
 def read_table(file: Path, lower: Sequence[str] = ()) -> Table:
@@ -183,9 +183,9 @@ def chexpert(root: str, size: int = 64, uncertain: Uncertain = "ones", skip_bad:
         raise InputError(f"{table.file}: no images in it")
     if not skip_bad:
         table.require(chosen, files)
-    images, kept = decode(files, base, size, skip_bad)
-    targets = np.where(labels < 0, uncertain == "ones", labels).astype(np.uint8)[chosen][kept]
-    return Source("chexpert", images, targets, DISEASES, *IMAGENET, None, None, None, *image_names(files, kept))
+    images, readable = decode(files, base, size, skip_bad)
+    targets = np.where(labels < 0, uncertain == "ones", labels).astype(np.uint8)[chosen][readable]
+    return Source("chexpert", images, targets, DISEASES, *IMAGENET, None, None, None, *image_names(files, readable))
 
 
 def _below_archive(name: str) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from ..errors import InputError, check_choices, unknown
+from ..errors import InputError
+from ..fields import check_fields, made
 from ..plugins import called, check, find
 from .arrays import npz
 from .cifar import cifar10, cifar100, stl10
@@ -56,8 +57,8 @@ class DataOptions:
     skip_bad: bool = _option(False, "skip images that cannot be read")
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check("data set", GROUP, self.name, SOURCES)
-        check_choices(self)
         if self.name == "digits" and self.root:
             raise ValueError("name=digits is part of the package and reads no path: for your own images use 'folder'")
         if not self.alpha > 0:
@@ -80,16 +81,10 @@ class DataOptions:
     @classmethod
     def of(cls, **options: Any) -> Self:
         """Returns the options, or refuses a wrong name or value in one line."""
-        known = cls.__dataclass_fields__
-        for name in options:
-            if name not in known:
-                raise unknown("option", name, known)
         try:
-            return cls(**options)
+            return made(cls, options)
         except ValueError as error:
             raise InputError(f"DataOptions.{error}") from error
-        except TypeError as error:  # text for a number, say
-            raise InputError(f"cannot make DataOptions of {options}: {error}") from error
 
 
 Reader = Callable[[DataOptions], Source]
@@ -159,8 +154,8 @@ _FILES = {
 
 def place_of(name: str, root: str) -> str | None:
     """Returns the folder that holds an official data set: at or above the clients' data, or in `data_home()`."""
-    given = [Path(root), Path(root).parent] if root else []
-    for home in (*given, Path(data_home())):
+    folders = [Path(root), Path(root).parent] if root else []
+    for home in (*folders, Path(data_home())):
         if any((home / file).exists() for file in _FILES[name]) or home.name in _FILES[name]:
             return str(home)
     return None

@@ -214,9 +214,9 @@ def _carried(exact: Floats, supply: Counts) -> Counts:
 
 def deal(counts: Counts, labels: NDArray[np.int64], pool: Indices, rng: np.random.Generator) -> list[Indices]:
     """Returns the samples of `pool` `[n]` as one sorted index list per client, by `counts`."""
-    mine = np.concatenate([rng.permutation(pool[labels[pool] == label]) for label in range(counts.shape[1])])
+    samples = np.concatenate([rng.permutation(pool[labels[pool] == label]) for label in range(counts.shape[1])])
     owner = np.concatenate([np.repeat(np.arange(len(counts)), column) for column in counts.T])
-    return np.split(mine[np.lexsort((mine, owner))], np.cumsum(counts.sum(1))[:-1])
+    return np.split(samples[np.lexsort((samples, owner))], np.cumsum(counts.sum(1))[:-1])
 
 
 def holdout(labels: NDArray[np.int64], pool: Indices, fraction: float, rng: np.random.Generator) -> Indices:

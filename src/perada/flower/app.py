@@ -28,11 +28,10 @@ from ..config import build
 from ..errors import InputError, RunError
 from ..experiment import Experiment
 from ..lanes.machine import device_of
-from ..runs.folder import Checkpoint, RunFolder, locked
-from ..runs.loop import train_in
-from ..runs.moment import Progress
+from ..runs.folder import RunFolder, locked
+from ..runs.moment import Checkpoint, Progress
 from ..runs.run import Run
-from ..runs.train import conclude
+from ..runs.train import conclude, train_in
 from .client import Site, backbone_state, handle, planned_network, shapes_of, weights_digest
 from .cohort import FlowerCohort
 from .link import Link, Owners

@@ -12,6 +12,7 @@ import traceback
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import RecordDict
@@ -28,6 +29,7 @@ from ..lanes import State
 from ..lanes.machine import device_of
 from ..methods import Finisher, Judge
 from ..models import Backbone, backbone
+from ..runs.folder import write_atomic
 from .messages import Numbers, Refused, Reply, Request, digest, message, read_request, unpack
 from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id
 from .site_data import public_test, site_federation
@@ -62,13 +64,13 @@ class Work:
     @cached_property
     def network(self) -> Backbone:
         """The server's frozen network. Its weights are made here where the plan says how, else they were sent."""
-        sent = self.site.state.backbone(self.plan.backbone)
-        for weights in (self.config.model.weights, *([str(sent)] if sent else [])):
+        sent = self.site.state.backbone_file(self.plan.backbone)
+        for weights in (self.config.model.weights, *([str(sent)] if sent.is_file() else [])):
             network = planned_network(self.config, len(self.plan.classes))
             network.load(weights)
             if weights_digest(network.net) == self.plan.backbone:
                 return network
-        if sent:
+        if sent.is_file():
             raise InputError(f"{sent} is not what the server sent: remove it, and it is sent again")
         raise NeedsWeights
 
@@ -134,15 +136,10 @@ class Site:
         print(f"site {self.settings.name}: {text}", file=sys.stderr, flush=True)
 
     def reply(
-        self,
-        request: Request,
-        state: State | None = None,
-        numbers: Numbers | None = None,
-        error: str = "",
-        needs: str = "",
-        failed: bool = False,
+        self, request: Request, state: State | None = None, numbers: Numbers | None = None, **words: Any
     ) -> RecordDict:
-        return message(Reply(*request.subject, self.settings.name, error, needs, failed), state, numbers or {})
+        """Returns the content of a reply. words: the rest of a `Reply`."""
+        return message(Reply(*request.subject, self.settings.name, **words), state, numbers or {})
 
 
 def handle(site: Site, content: RecordDict) -> RecordDict:
@@ -226,7 +223,8 @@ def _weights(work: Work, request: Request, content: RecordDict) -> RecordDict:
     sent = unpack(content, backbone_state(planned_network(work.config, len(work.plan.classes)).net))
     if digest(sent) != work.plan.backbone:
         raise Refused("the weights are not those of the plan")
-    work.site.state.save_backbone(work.plan.backbone, save({n: t[0].contiguous() for n, t in sent.params.items()}))
+    data = save({n: t[0].contiguous() for n, t in sent.params.items()})
+    write_atomic(work.site.state.backbone_file(work.plan.backbone), data)
     return work.site.reply(request)
 
 

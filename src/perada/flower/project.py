@@ -21,8 +21,7 @@ from safetensors.torch import save
 from ..config import resolve, toml_value
 from ..data.digits import digits
 from ..errors import Damaged, InputError, unknown
-from ..runs.folder import RunFolder, at_work, replaced, write_atomic
-from ..runs.jsonfiles import read_object
+from ..runs.folder import RunFolder, at_work, read_object, replaced, write_atomic
 from .address import PORT, Address
 from .guards import COMPONENTS
 from .settings import ServerSettings, check_sites

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..config import resolve
 from ..errors import InputError
-from ..runs.folder import Checkpoint, RunFolder, write_atomic
-from ..runs.jsonfiles import read_object
+from ..runs.folder import RunFolder, read_object, write_atomic
+from ..runs.moment import Checkpoint
 from .settings import ServerSettings, checked_name
 
 KINDS = {"federation": str, "run": str, "sites": list, "data": dict, "start": str, "start_round": int, "status": str}

@@ -13,7 +13,6 @@ the method's first state, unless the server names a run to continue from. Older 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -25,7 +24,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..lanes import State
-from ..runs.folder import load_state, locked, replaced, save_state, write_atomic
+from ..runs.folder import load_state, locked, read_states, replaced, save_state, write_atomic
 from .messages import Refused
 
 KEEP = 3  # entries: two rounds can be asked for again, each with the state before it
@@ -70,19 +69,11 @@ class SiteState:
         """Returns an entry; refuses a damaged one, and leaves the older ones as they are."""
         path = self._folder(run, round)
         try:
-            note = json.loads((path / "state.json").read_text("utf8"))
-            for name, expected in note["sha256"].items():
-                if hashlib.sha256((path / name).read_bytes()).hexdigest() != expected:
-                    raise ValueError(f"{name} does not match its checksum")
+            note, states = read_states(path, {"round": int, "received": str, "said": dict})
             return Entry(
-                round=note["round"],
-                previous=note["previous"],
-                received=note["received"],
-                kept=load_state(path / "kept.safetensors"),
-                upload=load_state(path / "reply.safetensors"),
-                said=note["said"],
+                note["round"], note["previous"], note["received"], states["kept"], states["reply"], note["said"]
             )
-        except (InputError, OSError, ValueError, KeyError, TypeError) as error:
+        except (InputError, OSError, KeyError) as error:
             raise InputError(
                 f"{path} is damaged ({error}): move it away to continue from the round before it, which is intact"
             ) from error
@@ -153,11 +144,6 @@ class SiteState:
     def _folder(self, run: str, round: int) -> Path:
         return self.path / run / f"round-{round:04d}"
 
-    # The server's frozen weights
-
-    def backbone(self, sha256: str) -> Path | None:
-        path = self.path / f"backbone-{sha256[:16]}.safetensors"
-        return path if path.is_file() else None
-
-    def save_backbone(self, sha256: str, data: bytes) -> None:
-        write_atomic(self.path / f"backbone-{sha256[:16]}.safetensors", data)
+    def backbone_file(self, sha256: str) -> Path:
+        """Returns where the server's frozen weights are kept, if they were sent."""
+        return self.path / f"backbone-{sha256[:16]}.safetensors"

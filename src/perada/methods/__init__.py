@@ -7,6 +7,7 @@ import dataclasses
 import typing
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any
 
 from ..adapters import adapt
@@ -68,6 +69,7 @@ __all__ = [
 ]
 
 GROUP = "perada.methods"  # of entry points
+VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 REGISTRY: dict[str, Callable[..., Method]] = {  # in the order of the paper's table
     "standalone": Standalone,
     "mtl": MTL,
@@ -140,6 +142,9 @@ def name_of(method: Method) -> dict[str, Any]:
     """Returns the `[method]` section that builds this method."""
     kind: Any = type(method)
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    arguments = {p.name for p in signature(kind).parameters.values() if p.kind not in VARIADIC}
+    if arguments - {f.name for f in fields}:
+        raise InputError(f"a run folder cannot keep the arguments of {kind.__qualname__}: make it a frozen dataclass")
     fixed = {f.name: getattr(method, f.name) for f in fields if f.metadata.get("fixed")}
     settings = {f.name: getattr(method, f.name) for f in fields if not f.metadata.get("fixed")}
     defaults = {f.name: f.default for f in fields if f.name in fixed}

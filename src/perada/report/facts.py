@@ -7,12 +7,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..config import Config
 from ..data import Federation
 from ..errors import Damaged, InputError
 from ..methods import method_sizes
 from ..models import count_groups
-from ..runs.rows import Evaluation
+from ..runs.moment import Evaluation
 from ..runs.run import Run
 
 PERSONAL = {
@@ -49,29 +48,34 @@ class Holdings:
 
 
 def mean_and_std(row: Evaluation | None, split: str) -> tuple[float | None, float | None]:
-    """Returns both for a split or `global_model`, which is one model and has no deviation. None: not measured."""
+    """Returns the mean score and its deviation over clients; None where not measured.
+
+    split: of the personal models, or `global_model`, which is one model and has no deviation.
+    """
     if row is None or split == "global_model":
         return (row.global_model if row else None), None
     scores = row.scores.get(split)
     return (scores.mean, scores.std) if scores else (None, None)
 
 
-@dataclass(frozen=True)
 class Facts:
-    """One run. `last` is its newest evaluation."""
+    """What a report says about one run."""
 
-    label: str
-    folder: str
-    config: Config
-    data: str
-    unit: str  # accuracy or AUC
-    rows: list[Evaluation]
-    last: Evaluation | None
-    finished: bool
-    sizes: dict[str, int]  # trained, communicated, communicated_buffers, full; empty where unknown
-    environment: dict[str, str]  # versions and machine of a finished run
-    holdings: Holdings | None
-    problem: str  # why there are no holdings
+    def __init__(self, run: Run, label: str, holdings: Holdings | None, problem: str) -> None:
+        self.label, self.folder, self.config = label, run.path.name, run.config
+        self.holdings, self.problem = holdings, problem  # which client has which data, or why that is not known
+        self.rows, summary = run.folder.evaluations(), _summary(run)
+        # A stopped run has fewer rounds than planned. A summary that is older than the last row is of an earlier end.
+        self.finished = bool(summary) and summary["round"] >= (self.rows[-1].round if self.rows else 0)
+        newest = self.rows[-1] if self.rows else None
+        self.last = Evaluation.read(summary) if self.finished else newest
+        self.data = str(summary.get("data") or run.config.data.name)
+        auc = summary["metric"] == "auc" if "metric" in summary else holdings and run.federation.multilabel
+        self.unit = "AUC" if auc else "accuracy"
+        self.sizes = _sizes(run, dict(summary.get("parameters", {})), holdings)
+        environment = {f"{k} version": str(v) for k, v in summary.get("versions", {}).items()}
+        environment |= {k: str(summary[k]) for k in ("device", "threads") if k in summary}
+        self.environment: dict[str, str] = environment if self.finished else {}
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -79,13 +83,13 @@ class Facts:
 
     @property
     def share(self) -> float | None:
-        """Percent of the full model that a client sends per round."""
+        """Returns the percentage of the full model that a client sends per round."""
         sent, full = self.sizes.get("communicated"), self.sizes.get("full")
         return None if sent is None or not full else 100 * sent / full
 
     @property
     def upload(self) -> float | None:
-        """Measured bytes that a client sends per round."""
+        """Returns the measured bytes that a client sends per round."""
         cohort = self.config.train.cohort or len(self.clients)
         return self.last.bytes_up / self.last.round / cohort if self.last and self.last.round and cohort else None
 
@@ -98,14 +102,14 @@ class Facts:
 
     @property
     def state(self) -> str:
-        """Empty for a finished run."""
+        """Returns how far an unfinished run is; empty for a finished one."""
         if self.finished:
             return ""
         return f"unfinished: {self.last.round if self.last else 0} of {self.config.train.rounds} rounds"
 
     @property
     def guard(self) -> str:
-        """What became of the distilled models, in a sentence."""
+        """Returns a sentence about the rounds in which the guard accepted the distilled adapter."""
         if self.last is None or not self.last.distilled:
             return "No distillation."
         distilled, accepted = self.last.distilled, self.last.accepted
@@ -118,15 +122,15 @@ class Facts:
 def gather_facts(runs: Sequence[Run]) -> list[Facts]:
     """Returns the facts of each run. Runs on the same data share one reading of it."""
     known: list[tuple[object, tuple[Holdings | None, str]]] = []
-    out = []
+    facts = []
     for run, label in zip(runs, _labels(runs), strict=True):
         data = run.config.data, run.folder.about().get("split")  # runs on data from Python have equal settings
         shared = next((holdings for other, holdings in known if other == data), None)
         if shared is None or shared[0] is None:
             shared = _holdings(run)
             known.append((data, shared))
-        out.append(_facts(run, label, *shared))
-    return out
+        facts.append(Facts(run, label, *shared))
+    return facts
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
@@ -145,40 +149,18 @@ def _holdings(run: Run) -> tuple[Holdings | None, str]:
         return None, str(error)
 
 
-def _facts(run: Run, label: str, holdings: Holdings | None, problem: str) -> Facts:
-    rows, summary = run.folder.evaluations(), dict[str, Any]()
+def _summary(run: Run) -> dict[str, Any]:
+    """Returns the run's summary, or nothing if it has none yet."""
     try:
-        summary = run.summary
+        return run.summary
     except Damaged:
         raise
     except InputError:
-        pass  # the run has no summary yet
-    # A stopped run has fewer rounds than planned. A summary that is older than the last row is of an earlier end.
-    finished = bool(summary) and summary["round"] >= (rows[-1].round if rows else 0)
-    environment = {f"{k} version": str(v) for k, v in summary.get("versions", {}).items()}
-    environment |= {k: str(v) for k, v in summary.items() if k in ("device", "threads")}
-    return Facts(
-        label=label,
-        folder=run.path.name,
-        config=run.config,
-        data=str(summary.get("data") or run.config.data.name),
-        unit="AUC" if _is_auc(run, summary, holdings) else "accuracy",
-        rows=rows,
-        last=Evaluation.read(summary) if finished else rows[-1] if rows else None,
-        finished=finished,
-        sizes=_sizes(run, dict(summary.get("parameters", {})), holdings),
-        environment=environment if finished else {},
-        holdings=holdings,
-        problem=problem,
-    )
-
-
-def _is_auc(run: Run, summary: dict[str, Any], holdings: Holdings | None) -> bool:
-    return summary["metric"] == "auc" if "metric" in summary else bool(holdings and run.federation.multilabel)
+        return {}
 
 
 def _sizes(run: Run, known: dict[str, int], holdings: Holdings | None) -> dict[str, int]:
-    """Returns numbers of parameters: those in the summary, and what else can be counted."""
+    """Returns `trained`, `communicated`, `communicated_buffers` and `full`: what is known or can be counted."""
     if holdings is None or {"full", "trained"} <= known.keys():
         return known
     backbone, classes = run.config.model.backbone, len(holdings.classes)

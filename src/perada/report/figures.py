@@ -12,8 +12,8 @@ from .facts import Holdings
 from .svg import WIDTH, Frame, colour, dash, element, human_bytes, line, number, picture, shorten, text, ticks
 
 Point = tuple[int, float | None, float | None]  # round, value, standard deviation
-MOST_HOVERS = 3000  # bubbles in a picture; with more of them, none has a text on hover
-SIDE = 210.0  # width of the bars beside the bubbles
+MOST_HOVERS = 3000  # with more bubbles than that, none shows a text on hover
+SIDE = 210.0  # width of the bars to the right of the bubbles
 
 
 @dataclass(frozen=True)

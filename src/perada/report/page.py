@@ -21,6 +21,8 @@ BUBBLES = "The area of a bubble is the number of training images; the bars are a
 
 
 class Figure(NamedTuple):
+    """A picture with its caption. `kind` is a class of the page's CSS."""
+
     title: str
     about: str
     drawing: str  # markup, as svg.py makes it
@@ -71,7 +73,7 @@ def write_partition(federation: Federation, out: Path) -> None:
 
 
 def _write(out: Path, **values: Any) -> None:
-    from jinja2 import Environment, StrictUndefined  # here, not above: only a report needs it
+    from jinja2 import Environment, StrictUndefined  # only a report needs it
 
     files = {name: (resources.files(__package__) / name).read_text("utf8") for name in ("page.html", "style.css")}
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 
 from ..methods import REGISTRY
-from ..runs.rows import Evaluation
+from ..runs.moment import Evaluation
 from .facts import mean_and_std
 from .svg import millions
 
 Place = Literal["best", "next", ""]
-# Mean; std over clients (mean over seeds), None for the global model; std over seeds, None for one seed.
+# Mean; std over clients (its mean over seeds; None for the global model); std over seeds (None for one seed).
 Number = tuple[float, float | None, float | None] | None
 STATISTICS = ("mean", "std_clients", "std_seeds")  # a Number's names in files
 Part = tuple[list[str], list[list[str]]]  # a table's head and rows

@@ -6,7 +6,7 @@ from html import escape
 
 from rich.cells import cell_len, set_cell_size
 
-WIDTH = 360  # of a panel: a phone's width, so that text has the same size everywhere
+WIDTH = 360  # of a panel: as wide as a phone, so that text has the same size everywhere
 COLOURS, DASHES = 8, ("", "6 3", "2 3")  # a ninth line has the first one's colour, dashed
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..runs.folder import write_output
-from ..runs.rows import Evaluation
+from ..runs.moment import Evaluation
 
 NAME = "events.out.tfevents.0.perada"  # TensorBoard looks for files with `tfevents` in their name
 

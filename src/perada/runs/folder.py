@@ -1,5 +1,4 @@
-"""A run folder: config, metrics, checkpoints. Everything is written so that a kill at any moment loses
-nothing that was finished (INTERFACE, "A run folder")."""
+"""A run folder: config, metrics, checkpoints. A kill at any moment loses nothing that was finished."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -22,8 +21,7 @@ from torch import Tensor
 
 from ..errors import Damaged, InputError
 from ..lanes import State
-from .jsonfiles import fits, read_object, read_rows
-from .rows import Evaluation
+from .moment import Checkpoint, Evaluation
 
 try:
     import fcntl
@@ -31,7 +29,7 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 KEEP = 2  # checkpoints
-LOOK_S = 0.5  # seconds at most that a look at a run's lock takes
+LOOK_S = 0.5  # the most seconds for which `at_work` holds a lock
 PARTS = {
     "data.json",
     "config.toml",
@@ -42,10 +40,11 @@ PARTS = {
     "checkpoints",
     "pretrain",
 }
+Kinds = Mapping[str, type | UnionType]  # of the values of a JSON object
 
 
 def jsonable(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null instead."""
+    """Returns a value with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, Mapping):
         return {k: jsonable(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -53,8 +52,40 @@ def jsonable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def fits(value: Any, kinds: Kinds) -> bool:
+    """Returns whether a value is an object with these keys, and values of these kinds."""
+    return isinstance(value, dict) and all(k in value and isinstance(value[k], kind) for k, kind in kinds.items())
+
+
+def read_object(path: Path, kinds: Kinds, advice: str) -> dict[str, Any]:
+    """Returns a JSON object with values of these kinds. advice: what to do about a damaged file."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text("utf8"))
+    except ValueError:  # not JSON, or not text
+        content = {}
+    if not fits(content, kinds):
+        raise Damaged(f"{path} is damaged: {advice}")
+    return content
+
+
+def read_rows(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
+    """Returns the lines of a .jsonl file, none without a file; skips a last one that a kill cut off."""
+    lines = path.read_text("utf8", "replace").splitlines() if path.is_file() else []
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if fits(row, kinds):
+            rows.append(row)
+        elif number < len(lines):
+            raise Damaged(f"{path} is damaged: remove its line {number}")
+    return rows
+
+
 def write_atomic(path: Path, data: bytes) -> None:
-    """The file is the old one or the new one, never a part."""
+    """Writes a file so that a kill leaves the old one or the new one, never a part."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with part.open("wb") as f:
         f.write(data)
@@ -99,7 +130,7 @@ def locked(path: Path, wait: float | None = None, busy: Exception | None = None)
 
 
 def at_work(path: Path) -> bool:
-    """Whether a process works in a folder; asked with a shared lock, so that two who look do not see each other."""
+    """Returns whether a process works in a folder. The lock is shared: two that look do not see each other."""
     if fcntl is None:
         return True
     handle = os.open(path, os.O_RDONLY)
@@ -113,7 +144,7 @@ def at_work(path: Path) -> bool:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder survive a power cut, as fsync does for a file's bytes."""
+    """Makes the names in a folder survive a power cut, as fsync does for a file's bytes."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -142,16 +173,16 @@ def replaced(target: Path, mode: int = 0o777) -> Iterator[Path]:
 
 
 def save_state(path: Path, state: State, lane: int = 0) -> str:
-    """One lane as safetensors (`params/NAME`, `buffers/NAME`); returns its sha256."""
-    held = {f"params/{n}": t[lane] for n, t in state.params.items()}
-    held |= {f"buffers/{n}": t[lane] for n, t in state.buffers.items()}
-    data = save({n: t.detach().cpu().contiguous() for n, t in held.items()})
+    """Writes one lane as safetensors (`params/NAME`, `buffers/NAME`); returns the sha256."""
+    tensors = {f"params/{n}": t[lane] for n, t in state.params.items()}
+    tensors |= {f"buffers/{n}": t[lane] for n, t in state.buffers.items()}
+    data = save({n: t.detach().cpu().contiguous() for n, t in tensors.items()})
     write_atomic(path, data)
     return hashlib.sha256(data).hexdigest()
 
 
 def load_state(path: Path) -> State:
-    """One lane as written by `save_state`, on the CPU."""
+    """Returns the lane that `save_state` wrote, on the CPU."""
     params: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     try:
@@ -164,8 +195,17 @@ def load_state(path: Path) -> State:
     return State(params, buffers)
 
 
+def read_states(folder: Path, kinds: Kinds) -> tuple[dict[str, Any], dict[str, State]]:
+    """Returns a folder's state.json, and its states by name, if every file has the checksum that is noted there."""
+    note = read_object(folder / "state.json", {**kinds, "sha256": dict}, "it is not what was written")
+    for name, digest in note["sha256"].items():
+        if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
+            raise InputError(f"{name} does not match its checksum")
+    return note, {name.removesuffix(".safetensors"): load_state(folder / name) for name in sorted(note["sha256"])}
+
+
 def _empty(path: Path) -> None:
-    """Its config goes last: killed on the way, it still is a run, which can be replaced."""
+    """Empties a run folder. The config goes last: after a kill the folder is still a run, and can be replaced."""
     for part in sorted(path.iterdir(), key=lambda p: p.name == "config.toml"):
         if part.is_dir() and not part.is_symlink():
             shutil.rmtree(part)
@@ -177,17 +217,6 @@ def _round(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("round-"))
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """What a finished round leaves behind; one state a client, none where clients keep nothing."""
-
-    round: int
-    server: State
-    broadcast: State
-    clients: list[State]
-    note: dict[str, Any]  # small numbers that go into state.json
-
-
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -197,7 +226,7 @@ class RunFolder:
 
     @staticmethod
     def check(path: Path, overwrite: bool) -> None:
-        """Refuse a path that must not be written to."""
+        """Refuses a path that must not be written to."""
         try:
             path.lstat()
             names = {p.name for p in path.iterdir()} if path.is_dir() else None
@@ -218,7 +247,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config_toml: str, overwrite: bool) -> RunFolder:
-        """A new run. The folder of one that is replaced stays, for a lock is on it."""
+        """Makes a new run. The folder of a replaced run stays, because it is locked."""
         cls.check(path, overwrite)
         try:
             if path.exists():
@@ -252,16 +281,16 @@ class RunFolder:
 
     def evaluations(self) -> list[Evaluation]:
         """Returns the rows of metrics.jsonl as objects."""
-        found = []
+        rows = []
         for line, row in enumerate(self.metrics(), 1):
             try:
-                found.append(Evaluation.read(row))
+                rows.append(Evaluation.read(row))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise Damaged(f"{self.path / 'metrics.jsonl'} is damaged: remove its line {line}") from error
-        return found
+        return rows
 
     def cut_metrics(self, after: int) -> None:
-        """Forget what was measured after round `after`: it will be measured again."""
+        """Removes what was measured after round `after`: it will be measured again."""
         rows = [r for r in self.metrics() if r["round"] <= after]
         write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in rows).encode())
 
@@ -269,17 +298,19 @@ class RunFolder:
         write_atomic(self.path / name, (json.dumps(jsonable(value), indent=1) + "\n").encode())
 
     def about(self) -> dict[str, Any]:
-        """What data.json says of the data and the preset or file that the run was made with; empty without it."""
+        """Returns what data.json says about the data and the run's preset or file; empty without it."""
         path, advice = self.path / "data.json", "delete it if the data are those that the run was made with"
-        found = read_object(path, {"classes": list, "clients": dict}, advice) if path.is_file() else {}
-        if "source" in found and not fits(found["source"], {"name": str, "settings": dict}):
+        about = read_object(path, {"classes": list, "clients": dict}, advice) if path.is_file() else {}
+        if "source" in about and not fits(about["source"], {"name": str, "settings": dict}):
             raise Damaged(f"{path} is damaged: {advice}")
-        return found
+        return about
 
     def check_data(self, facts: Mapping[str, Any]) -> None:
-        """Refuse data that are not those the run was made with: a client's model would be another's, or tested on
-        what it was trained on. What an older version did not write is not asked for."""
-        known = {**facts, **{k: v for k, v in self.about().items() if k != "source"}}
+        """Refuses other data than the run was made with, except for what an older version did not write.
+
+        With other data a client would get another's model, or be tested on its training images.
+        """
+        known = {**facts, **{k: v for k, v in self.about().items() if k in facts}}
         if known == json.loads(json.dumps(facts)):
             return
         old, new = known["clients"], facts["clients"]
@@ -306,15 +337,14 @@ class RunFolder:
     # checkpoints
 
     def has_checkpoint(self) -> bool:
-        """Whether files of clients that do not change can be linked to."""
+        """Returns whether there are files to link to, of clients that did not change."""
         return bool(self._hashes)
 
     def save(self, checkpoint: Checkpoint, changed: Iterable[int]) -> None:
-        """Write `round-NNNN` beside the others and rename it into place; clients that did not change are
-        links to the previous checkpoint's files."""
+        """Writes `round-NNNN` under another name and renames it; links the files of clients that did not change."""
         target = self.checkpoints / f"round-{checkpoint.round:04d}"
         try:
-            with replaced(target) as part:  # killed between the two names: see _found
+            with replaced(target) as part:  # a kill between the two renames: see _checkpoints
                 hashes = {
                     f"{name}.safetensors": save_state(part / f"{name}.safetensors", state)
                     for name, state in (("server", checkpoint.server), ("broadcast", checkpoint.broadcast))
@@ -331,7 +361,7 @@ class RunFolder:
         except OSError as error:
             raise OSError(f"cannot write {target}: {error.strerror}") from error
         self._hashes, self._newest = hashes, target
-        for old in self._found()[:-KEEP]:
+        for old in self._checkpoints()[:-KEEP]:
             shutil.rmtree(old)
 
     def _link(self, name: str, part: Path) -> bool:
@@ -343,26 +373,27 @@ class RunFolder:
             shutil.copyfile(self._newest / name, part / name)
         return True
 
-    def _found(self) -> list[Path]:
-        for aside in self.checkpoints.glob(".round-*.old") if self.checkpoints.is_dir() else ():
+    def _checkpoints(self) -> list[Path]:
+        for aside in self.checkpoints.glob(".round-*.old"):
             target = self.checkpoints / aside.name.removeprefix(".").removesuffix(".old")
-            if not target.exists():  # killed between the two names: the old checkpoint is the whole one
+            if not target.exists():  # a kill between the two renames left only the old checkpoint
                 os.replace(aside, target)
         return self._named()
 
     def _named(self) -> list[Path]:
-        found = self.checkpoints.glob("round-*") if self.checkpoints.is_dir() else ()
-        return sorted((p for p in found if p.name.removeprefix("round-").isdecimal()), key=_round)
+        return sorted(
+            (p for p in self.checkpoints.glob("round-*") if p.name.removeprefix("round-").isdecimal()), key=_round
+        )
 
     def newest_round(self) -> int | None:
-        """Of the newest checkpoint, by its name alone."""
-        found = self._named()
-        return _round(found[-1]) if found else None
+        """Returns the round of the newest checkpoint, by its name alone."""
+        paths = self._named()
+        return _round(paths[-1]) if paths else None
 
     def load(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest whole checkpoint, and a line about each damaged one that was skipped."""
+        """Returns the newest whole checkpoint, and a line about each damaged one that was skipped."""
         warnings: list[str] = []
-        for path in reversed(self._found()):
+        for path in reversed(self._checkpoints()):
             try:
                 return self._read(path), warnings
             except (InputError, OSError, ValueError, KeyError) as error:
@@ -372,26 +403,16 @@ class RunFolder:
         return None, warnings
 
     def _read(self, path: Path) -> Checkpoint:
-        kinds = {"round": int, "sha256": dict, "note": dict}
-        note = read_object(path / "state.json", kinds, "it is not what was written")
-        for name, digest in note["sha256"].items():
-            if hashlib.sha256((path / name).read_bytes()).hexdigest() != digest:
-                raise InputError(f"{name} does not match its checksum")
-        kept = [load_state(path / n) for n in sorted(note["sha256"]) if n.startswith("kept-")]
+        note, states = read_states(path, {"round": int, "note": dict})
         self._hashes, self._newest = note["sha256"], path
-        return Checkpoint(
-            round=note["round"],
-            server=load_state(path / "server.safetensors"),
-            broadcast=load_state(path / "broadcast.safetensors"),
-            clients=kept,
-            note=note["note"],
-        )
+        kept = [state for name, state in states.items() if name.startswith("kept-")]
+        return Checkpoint(note["round"], states["server"], states["broadcast"], kept, note["note"])
 
-    # the frozen backbone, where it cannot be made again from the config alone
+    # the frozen backbone, if the config alone cannot make it again
 
     def save_backbone(self, tensors: Mapping[str, Tensor]) -> None:
-        held = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
-        write_atomic(self.path / "backbone.safetensors", save(held))
+        data = save({n: t.detach().cpu().contiguous() for n, t in tensors.items()})
+        write_atomic(self.path / "backbone.safetensors", data)
 
     @property
     def backbone(self) -> Path | None:

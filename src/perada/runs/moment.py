@@ -1,14 +1,88 @@
-"""The state between two rounds, as a checkpoint and back."""
+"""What a training is between two rounds: its state, as a checkpoint and back, and what was measured of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..client.scores import Scores
 from ..lanes import State, on_cpu, stack
-from .folder import Checkpoint
-from .rows import Evaluation
+
+SPLITS = ("local_test", "local_val", "global_test", "server_val", "shifted")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured after a round, and what the run had cost by then."""
+
+    round: int
+    scores: Mapping[str, Scores]  # by split: those of SPLITS that were measured; "shifted" in summary.json only
+    global_model: float | None = None  # the one global model on Global-test, in percent
+    has_global_model: bool = False  # whether there is one; without test data its score is None all the same
+    bytes_up: int = 0
+    bytes_down: int = 0
+    distilled: int = 0  # rounds that distilled
+    accepted: int = 0  # rounds whose guard kept a distilled candidate
+    seconds: float = 0.0
+    train_loss: float | None = None  # the mean over the round's clients
+    distill: Mapping[str, Any] | None = None  # what the round's distillation did
+    failed: tuple[str, ...] = ()  # clients whose training stopped being finite
+    absent: tuple[str, ...] = ()  # sampled sites that sent nothing
+    refused: Mapping[str, str] = field(default_factory=dict)  # sites whose upload was refused, and why
+    global_shifted: float | None = None  # the global model on shifted images, in summary.json only
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the row as it is written to metrics.jsonl."""
+        row: dict[str, Any] = {"round": self.round, **{name: s.as_dict() for name, s in self.scores.items()}}
+        row["global_model"] = {"global_test": self.global_model} if self.has_global_model else None
+        if self.global_shifted is not None:
+            row["global_model"] |= {"shifted": self.global_shifted}
+        row |= {"bytes_up": self.bytes_up, "bytes_down": self.bytes_down}
+        row |= {"distilled": self.distilled, "accepted": self.accepted, "seconds": self.seconds}
+        row |= {"train_loss": self.train_loss, "distill": None if self.distill is None else dict(self.distill)}
+        row |= {"failed": list(self.failed)} if self.failed else {}
+        row |= {"absent": list(self.absent)} if self.absent else {}
+        row |= {"refused": dict(self.refused)} if self.refused else {}
+        return row
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> Evaluation:
+        """Returns what `as_dict` wrote, or the evaluation in a summary.json.
+
+        A field that an older version did not write has its default. A split without scores per client is left out.
+        """
+        known = {"bytes_up", "bytes_down", "distilled", "accepted", "seconds", "train_loss", "distill", "refused"}
+        splits = {name: row[name] for name in row if name in SPLITS}
+        server = row.get("global_model") or {}
+        return cls(
+            round=row["round"],
+            scores={name: Scores.read(of) for name, of in splits.items() if of and "per_client" in of},
+            global_model=server.get("global_test"),
+            global_shifted=server.get("shifted"),
+            has_global_model=row.get("global_model") is not None,
+            failed=tuple(row.get("failed", ())),
+            absent=tuple(row.get("absent", ())),
+            **{name: row[name] for name in known & row.keys()},
+        )
+
+    def brief(self) -> str:
+        """Returns the mean scores in a few words, for progress bars: `local 91.8 global 40.1`."""
+        personal = {"local": "local_test", "global": "global_test"}
+        shown = personal if "local_test" in self.scores else {"val": "local_val"}
+        means = {name: self.scores[split].mean for name, split in shown.items() if split in self.scores}
+        return " ".join(f"{name} {'n/a' if mean is None else f'{mean:.1f}'}" for name, mean in means.items())
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is saved of a finished round: one state per client, none where clients keep nothing."""
+
+    round: int
+    server: State
+    broadcast: State
+    clients: list[State]
+    note: dict[str, Any]  # goes into state.json
 
 
 @dataclass(frozen=True)
@@ -27,9 +101,9 @@ class Moment:
     finished: bool = False  # whether the method's last stage is done, where it has one
 
     def checkpoint(self, seconds: float, copy: bool, changed_only: bool) -> Checkpoint:
-        """Returns what is written of this moment.
+        """Returns what is saved of this moment.
 
-        copy: copies from a GPU now. changed_only: the other clients are links to older files, so leaves them there.
+        copy: copies from a GPU now. changed_only: copies only clients that changed; the others' files are linked.
         """
         clients = [self.kept.map(lambda t, m=m: t[m : m + 1]) for m in range(self.kept.lanes)]  # type: ignore[misc]
         server, broadcast = self.server, self.broadcast

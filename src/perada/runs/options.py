@@ -1,14 +1,12 @@
 """How a run is carried out, and whether its parts fit together."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ..client.trainer import Train
 from ..data import Federation
-from ..errors import InputError, check_choices, unknown
+from ..errors import InputError
+from ..fields import check_fields
 from ..methods import Method
 from ..server.distill import Distill
 
@@ -27,22 +25,11 @@ class RunOptions:
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)  # of those
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_fields(self, {"seed": 0, "eval_every": 1, "checkpoint_every": 1, "lanes": 0})
         if not self.severities or not set(self.severities) <= {1, 2, 3, 4, 5}:
-            raise ValueError(f"severities must be numbers from 1 to 5, not {list(self.severities)}")
+            raise InputError(f"RunOptions.severities must be numbers from 1 to 5, not {list(self.severities)}")
         if self.seed >= 2**63:
-            raise ValueError(f"seed must be below 2^63, not {self.seed}")
-        for name, least in (("seed", 0), ("eval_every", 1), ("checkpoint_every", 1), ("lanes", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
-
-
-def run_options(values: Mapping[str, Any]) -> RunOptions:
-    """Returns the options of a run; refuses an unknown one."""
-    for name in values:
-        if name not in RunOptions.__dataclass_fields__:
-            raise unknown("option", name, RunOptions.__dataclass_fields__)
-    return RunOptions(**values)
+            raise InputError(f"RunOptions.seed must be below 2^63, not {self.seed}")
 
 
 def check_kinds(federation: Federation, method: Method, train: Train, distill: Distill) -> None:
@@ -63,8 +50,7 @@ def check_fit(federation: Federation, method: Method, train: Train, distill: Dis
     """Refuses settings that do not fit the data or the method. local: whether the clients are on this machine."""
     parts, clients = method.parts, len(federation.clients)
     if parts.own_step and train.momentum:
-        name = type(method).__name__
-        raise InputError(f"{name} has its own step, without momentum: set Train.momentum to 0")
+        raise InputError(f"{type(method).__name__} has its own step, without momentum: set Train.momentum to 0")
     if not local:
         return
     if train.cohort > clients:

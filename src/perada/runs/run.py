@@ -1,7 +1,5 @@
 """A run folder, opened: its clients, scores, personal models, predictions and exports."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -27,15 +25,15 @@ from .names import not_empty
 OWN = {"local": "local_test", "val": "local_val", "global": "global_test"}  # test sets that every run has
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
     warnings.warn(text, stacklevel=3)
 
 
 class Run:
     """A run folder, opened. Weights and data are read when they are first needed.
 
-    say: is told what a user should know then; by default a Python warning.
-    data_given: whether the user says where the data are, so that they are checked even where they are not needed.
+    say: receives what a user should know; by default it warns.
+    data_given: whether the user says where the data are, so that they are checked even if they are not needed.
     net, federation: what the folder of a run made from Python objects cannot hold.
     """
 
@@ -43,7 +41,7 @@ class Run:
         self,
         folder: RunFolder,
         config: Config,
-        say: Say = _warn,
+        say: Say = warn,
         data_given: bool = False,
         net: nn.Module | None = None,
         federation: Federation | None = None,
@@ -57,7 +55,7 @@ class Run:
         if federation is not None:
             federation = federation.to(device_of(config.run.device))
             folder.check_data(federation.facts())
-            self.__dict__["federation"] = federation
+            self.federation = federation
 
     @cached_property
     def experiment(self) -> Experiment:
@@ -69,14 +67,14 @@ class Run:
             )
         if net is not None and self.folder.backbone is not None:
             net = with_weights(net, self.folder.backbone)
-        found = build(self.config, self.folder.backbone, federation=self.names, to_train=False, net=net)
+        experiment = build(self.config, self.folder.backbone, federation=self.names, to_train=False, net=net)
         saved, skipped = self.folder.load()
         for line in skipped:
             self.say(f"{self.path}: {line}")
         if saved is None:
             raise InputError(f"{self.path} has no checkpoint yet: train it first")
-        found.restore(saved)
-        return found
+        experiment.restore(saved)
+        return experiment
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -88,7 +86,7 @@ class Run:
 
     @cached_property
     def federation(self) -> Federation:
-        """Who holds what; needs the data, not the weights."""
+        """The clients' data, which are read for this."""
         if (self.path / "flower.json").is_file():
             raise InputError(
                 f"the images and personal models of {self.path} are at its sites: use `perada flower predict` there"
@@ -97,13 +95,13 @@ class Run:
             raise InputError(
                 f"{self.path} was made with data from Python: perada.load({str(self.path)!r}, federation=...)"
             )
-        found = federation_of(self.config)
-        self.folder.check_data(found.facts())
-        return found
+        federation = federation_of(self.config)
+        self.folder.check_data(federation.facts())
+        return federation
 
     @cached_property
     def names(self) -> Federation:
-        """Who the clients are and what they classify, without images where the run has noted it."""
+        """The clients and classes, without images if the run folder has them."""
         if self.data_given or "federation" in self.__dict__:
             return self.federation
         return blank(self.folder.about(), device_of(self.config.run.device)) or self.federation
@@ -118,7 +116,7 @@ class Run:
         if not rows:
             raise InputError(f"{self.path} was not evaluated yet: finish it with --resume")
         last, sizes = rows[-1], self.folder.about().get("clients")
-        if sizes is None:  # a run made before that was written down
+        if sizes is None:  # an older version did not write it
             sizes = {c.name: [len(c.train), len(c.val), len(c.test)] for c in self.federation.clients}
         return [
             {
@@ -149,7 +147,7 @@ class Run:
         return self.personal(client).module()
 
     def normalise(self, images: Tensor) -> Tensor:
-        """uint8 `[n, C, H, W]` -> what `model()` takes."""
+        """Returns what `model()` takes, of uint8 images `[n, C, H, W]`."""
         if images.dtype != torch.uint8:
             raise InputError(f"normalise takes uint8 images, 0 to 255, not {images.dtype}")
         return self.names.prepare(images, DTYPES[self.config.run.precision])
@@ -160,20 +158,20 @@ class Run:
         """Returns the clients' scores on `local`, `val`, `global`, or a test set of `data.named_sets`.
 
         Those are `fog:3`, `fog`, `shifted`, `cifar10.1`, ...; `shifted` has the severities of the run's options.
-        progress: is told how many corrupted copies are made, of how many.
+        progress: receives how many corrupted copies are made, and of how many.
         """
-        asked, data, found = [on] if isinstance(on, str) else list(on), self.federation, self.experiment
-        lanes = found.personal()
-        plain = [s for s in asked if s in OWN]
-        out = personal_scores(found.model, lanes, data, plain) if plain else {}
-        for name in asked:
+        names, data, model = [on] if isinstance(on, str) else list(on), self.federation, self.experiment.model
+        lanes = self.experiment.personal()
+        plain = [s for s in names if s in OWN]
+        out = personal_scores(model, lanes, data, plain) if plain else {}
+        for name in names:
             if name not in plain:
                 official = name.partition(":")[0]
                 home = place_of(official, self.config.data.root) if official.startswith("cifar10") else None
                 levels = self.config.run.severities if name == "shifted" else SEVERITIES
                 sets = named_sets(data, name, home or self.config.data.root or data_home(), levels, progress)
-                out[name] = scores_on(found.model, lanes, data, sets)
-        return {key: out[key] for key in (OWN.get(name, name) for name in asked)}
+                out[name] = scores_on(model, lanes, data, sets)
+        return {key: out[key] for key in (OWN.get(name, name) for name in names)}
 
     def predict(self, client: str, images: str | Path | Sequence[str | Path]) -> list[dict[str, Any]]:
         """Returns class names with probabilities, most probable first; label probabilities for multi-label data."""
@@ -192,14 +190,14 @@ def load(
     *,
     data: str | Path | None = None,
     device: str = "auto",
-    say: Say = _warn,
+    say: Say = warn,
     model: nn.Module | None = None,
     federation: Federation | None = None,
 ) -> Run:
     """Opens a run folder, on this machine's device.
 
-    data: where your own images are now, if they moved. model, federation: what a run made from Python objects was
-    given, where the folder cannot hold it.
+    data: where your own images are now, if they moved.
+    model, federation: those of a run made from Python objects, which the folder cannot hold.
     """
     not_empty("--data", data)
     folder = RunFolder.open(Path(path))

@@ -1,22 +1,23 @@
 """Training in a run folder: a new run, a resumed one, and what is written at the end."""
 
-from __future__ import annotations
-
 import platform
 import shutil
-import warnings
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import __version__
-from ..callbacks import Callback, OnRound
+from ..callbacks import Callback, Metrics, OnRound, check_callbacks
+from ..client.cohort import SPLITS, LocalCohort
 from ..client.scores import all_scores_on
 from ..config import Config, build, describe, federation_of, resolve
-from ..config.settings import RESUMED, changeable, given
+from ..config.settings import given
 from ..data import Federation, named_sets
 from ..errors import InputError
 from ..experiment import Experiment, Say
@@ -25,22 +26,61 @@ from ..lanes.machine import precision_of
 from ..methods import sizes_of
 from ..models import same_weights
 from ..report import write_report
-from ..runs.moment import Progress
-from .folder import Checkpoint, RunFolder, locked, write_atomic
-from .loop import train_in
+from .folder import RunFolder, locked, write_atomic
+from .moment import Evaluation
 from .names import (
     NewFolder,
     chosen_source,
     default_out,
     made_from,
     newest_path,
-    refuse_other,
+    refuse_other_settings,
+    refuse_other_source,
     resumable,
 )
-from .rows import Evaluation
-from .run import Run
+from .run import Run, warn
 
-OnProgress = Callable[[Progress], None]
+MARKS = {"gathered": "gathered", "trained": "updated"}  # names of the boundaries inside a round
+PAUSE = 15.0  # seconds between checkpoints on a GPU, where taking one stops the training for a moment
+
+
+class Saver:
+    """Writes checkpoints, one after another.
+
+    background: writes in a thread while the training goes on; rounds may be short there, so not all are saved.
+    """
+
+    def __init__(self, background: bool, now: Callable[[], float] = time.monotonic) -> None:
+        self._thread = ThreadPoolExecutor(1, "perada-save") if background else None
+        self._last: Future[None] | None = None
+        self._now, self._at = now, now()
+
+    def due(self) -> bool:
+        """Whether a checkpoint can be taken without waiting for the one before."""
+        written = self._last is None or self._last.done()
+        return self._thread is None or (written and self._now() >= self._at + PAUSE)
+
+    def take(self, write: Callable[[], None]) -> None:
+        """Writes a checkpoint, after the one before; raises what went wrong with that one."""
+        self._wait()
+        self._at = self._now()
+        if self._thread is None:
+            write()
+        else:
+            self._last = self._thread.submit(write)
+
+    def close(self) -> None:
+        """Waits for the last checkpoint."""
+        try:
+            self._wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+
+    def _wait(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
 
 
 def train(
@@ -57,91 +97,54 @@ def train(
     federation: Federation | None = None,
     backbone: Path | None = None,
     callbacks: Sequence[Callback] = (),
-    on_round: OnProgress = lambda progress: None,
     say: Say = lambda text: None,
     pool: Pool | None = None,
 ) -> Run:
     """Trains a preset or a TOML file; the same keys as on the command line.
 
-    federation: saves loading the same data again, where several runs share them. backbone: what FedAvg pretraining
-    gave an earlier run. pool: trains this run's lanes together with other runs'.
+    federation: saves loading the same data again, where several runs share them. backbone: the result of an earlier
+    run's FedAvg pretraining. pool: trains this run's lanes together with other runs'.
     """
+    check_callbacks(callbacks)
     data = None if data is None else str(data)
     named, source = source, chosen_source(source, data)
     overrides = given(set, method=method, data=data, seed=seed, device=device)
     with ExitStack() as stack:  # holds the folder's lock, taken before anything in it is changed
         if resume:
             path = Path(out) if out is not None else newest_path(default_out(source, resolve(source, overrides)))
-            run, experiment = _resume(path, named, overrides, federation, say, on_round, stack)
+            run, experiment = _resume(path, named, overrides, federation, say, callbacks, stack)
+            about = None
         else:
             config = resolve(source, overrides)
             path = Path(out) if out is not None else default_out(source, config)
             new = NewFolder(path, out is not None or overwrite, config, overwrite, stack)
-            experiment = build(config, backbone, say, federation, lambda inner: _pretrain(inner, new.made, on_round))
-            run = Run(new.made, config)
+            experiment = build(config, backbone, say, federation, lambda inner: _pretrain(inner, new.made, callbacks))
+            run, about = Run(new.made, config), {"source": made_from(source, config)}
         experiment.model.pool = pool
-        about = {} if resume else {"source": made_from(source, config)}
-        _train(run, experiment, (OnRound(on_round), *callbacks), about if not resume else None)
-    asked, empty = experiment.model.lane_steps
-    if asked:
-        say(f"{asked:,} lane-steps; {empty / (asked + empty):.1%} of slots idle")
+        _train(run, experiment, callbacks, about)
+    busy, idle = experiment.model.lane_steps
+    if busy:
+        say(f"{busy:,} lane-steps; {idle / (busy + idle):.1%} of slots idle")
     return run
 
 
 def run_in(experiment: Experiment, path: Path, callbacks: Sequence[Callback], resume: bool, overwrite: bool) -> Run:
     """Trains an experiment made from Python objects in a folder; returns the run."""
-    if not isinstance(callbacks, Sequence) or not all(isinstance(c, Callback) for c in callbacks):
-        raise InputError("callbacks must be a list of objects, such as [callbacks.EarlyStopping()]")
+    check_callbacks(callbacks)
     config = describe(experiment)
     with ExitStack() as stack:
         if resume:
-            folder = RunFolder.open(path)
-            stack.enter_context(locked(path))
-            stored = resolve(str(path / "config.toml"))
-            _same(path, stored, config)
+            folder = _locked(path, stack)
+            refuse_other_settings(path, resolve(str(path / "config.toml")), config)
             folder.check_data(experiment.federation.facts())
-            saved, skipped = folder.load()
-            for line in skipped:
-                warnings.warn(f"{path}: {line}", stacklevel=3)
-            _not_fewer(path, saved, config)
             if folder.backbone is not None and not same_weights(experiment.net, folder.backbone):
                 raise InputError(f"the network's weights are not those of {folder.backbone}: load them into it first")
-            _continue(experiment, folder, saved)
-            write_atomic(path / "config.toml", config.toml().encode())
-            run = Run(folder, config, net=experiment.net)
-            _train(run, experiment, callbacks, None)
+            _continue(experiment, folder, config, warn)
         else:
             folder = NewFolder(path, True, config, overwrite, stack).made
-            run = Run(folder, config, net=experiment.net)
-            _train(run, experiment, callbacks, {})
+        run = Run(folder, config, net=experiment.net)
+        _train(run, experiment, callbacks, None if resume else {})
     return run
-
-
-def _train(run: Run, experiment: Experiment, callbacks: Sequence[Callback], about: Mapping[str, Any] | None) -> None:
-    """Trains to the last round and writes what is to be known of the run. about: of a new run, what data.json adds."""
-    # The run is at its newest checkpoint: no need to read that again.
-    run.__dict__.update(experiment=experiment, federation=experiment.federation)
-    with resumable(run.path):
-        if about is not None:
-            run.folder.write_json("data.json", {**experiment.federation.facts(), **about})
-        if run.folder.backbone is None and (tensors := experiment.frozen_to_save()):
-            run.folder.save_backbone(tensors)
-        if about is not None and experiment.now.round:  # it has trained before, maybe to its last round
-            experiment.save(run.folder)
-        row = train_in(experiment, run.folder, callbacks)
-        conclude(run, experiment, row)
-
-
-def _pretrain(inner: Experiment, folder: RunFolder, on_round: OnProgress) -> None:
-    """FedAvg pretraining as a run inside the run, so that it is saved and resumed like any other."""
-    folder.write_json("data.json", inner.federation.facts())  # what a resumed run must find again
-    home = RunFolder(folder.path / "pretrain")
-    saved, _ = home.load()
-    if saved is not None:
-        inner.restore(saved)
-    with resumable(folder.path):
-        train_in(inner, home, [OnRound(on_round)], stage="pretraining")
-    shutil.rmtree(home.checkpoints)  # its result is backbone.safetensors; its metrics.jsonl stays
 
 
 def _resume(
@@ -150,61 +153,129 @@ def _resume(
     overrides: dict[str, Any],
     federation: Federation | None,
     say: Say,
-    on_round: OnProgress,
+    callbacks: Sequence[Callback],
     stack: ExitStack,
 ) -> tuple[Run, Experiment]:
-    """The run as its folder describes it. Only the device, its lanes, the number of rounds and where your own data and
-    the public images are may be given anew."""
-    folder = RunFolder.open(path)
-    stack.enter_context(locked(path))
+    """Returns the run that its folder describes, ready to go on."""
+    folder = _locked(path, stack)
     stored = str(path / "config.toml")
-    may = changeable(resolve(stored), overrides)
-    if resolve(stored, overrides) != (config := resolve(stored, may)):
-        key = next(k for k in overrides if resolve(stored, {**may, k: overrides[k]}) != config)
-        raise InputError(f"{path} was made with another {key}: resume it without that setting, or choose another --out")
+    config = resolve(stored, overrides)
+    refuse_other_settings(path, resolve(stored), config)
     if source is not None:
-        refuse_other(folder, source, config, overrides)
-    saved, skipped = folder.load()
-    for line in skipped:
-        say(line)
-    _not_fewer(path, saved, config)
+        refuse_other_source(folder, source, config, overrides)
     federation = federation or federation_of(config)
     folder.check_data(federation.facts())
-    experiment = build(
-        config, folder.backbone, say, federation, pretrain=lambda inner: _pretrain(inner, folder, on_round)
-    )
-    more = _continue(experiment, folder, saved)
-    write_atomic(path / "config.toml", config.toml().encode())
+    experiment = build(config, folder.backbone, say, federation, lambda inner: _pretrain(inner, folder, callbacks))
+    more = _continue(experiment, folder, config, say)
     if not more and (path / "summary.json").is_file():
         say(f"{path} was finished already: nothing is left to train; a larger Train.rounds adds rounds")
     return Run(folder, config), experiment
 
 
-def _not_fewer(path: Path, saved: Checkpoint | None, config: Config) -> None:
-    if saved is not None and saved.round > config.train.rounds:
-        raise InputError(f"{path} has {saved.round} rounds already: Train.rounds={config.train.rounds} would undo some")
+def _locked(path: Path, stack: ExitStack) -> RunFolder:
+    """Returns the folder of a run to resume, which no other process may use until `stack` is closed."""
+    folder = RunFolder.open(path)
+    stack.enter_context(locked(path))
+    return folder
 
 
-def _continue(experiment: Experiment, folder: RunFolder, saved: Checkpoint | None) -> bool:
-    """Goes on after a checkpoint; returns whether there are rounds left to train."""
+def _continue(experiment: Experiment, folder: RunFolder, config: Config, say: Say) -> bool:
+    """Goes on after the newest checkpoint; returns whether there are rounds left to train."""
+    digest = experiment.public_digest
+    if folder.about().get("public", digest) != digest:
+        raise InputError(f"the public images are not those that {folder.path} was made with: give the old ones")
+    saved, skipped = folder.load()
+    for line in skipped:
+        say(f"{folder.path}: {line}")
     if saved is not None:
+        if saved.round > config.train.rounds:
+            rounds = config.train.rounds
+            raise InputError(f"{folder.path} has {saved.round} rounds already: Train.rounds={rounds} would undo some")
         experiment.restore(saved)
-    known = experiment.now.round
-    more = known < experiment.train.rounds
+    measured = experiment.now.round
+    more = measured < experiment.train.rounds
     if more and experiment.now.finished:  # the last stage is undone, and that row was measured after it
-        known -= 1
-    folder.cut_metrics(known)
+        measured -= 1
+    folder.cut_metrics(measured)
     if more:
         (folder.path / "summary.json").unlink(missing_ok=True)  # of fewer rounds; it is written again at the end
+    write_atomic(folder.path / "config.toml", config.toml().encode())
     return more
 
 
-def _same(path: Path, stored: Config, config: Config) -> None:
-    """Refuses to resume a run with other settings than it was made with."""
-    old, new = stored.flat(), config.flat()
-    for key in (*new, *(old.keys() - new.keys())):
-        if key not in RESUMED and old.get(key) != new.get(key):
-            raise InputError(f"{path} was made with another {key}: give the old one, or choose another folder")
+def _train(run: Run, experiment: Experiment, callbacks: Sequence[Callback], about: Mapping[str, Any] | None) -> None:
+    """Trains to the last round, and writes the summary and the report. about: what data.json adds, of a new run."""
+    run.experiment, run.federation = experiment, experiment.federation  # no need to read the last checkpoint again
+    with resumable(run.path):
+        if about is not None:
+            public = {"public": experiment.public_digest} if experiment.public else {}
+            run.folder.write_json("data.json", {**experiment.federation.facts(), **public, **about})
+        if run.folder.backbone is None and (tensors := experiment.frozen_to_save()):
+            run.folder.save_backbone(tensors)
+        if about is not None and experiment.now.round:  # it has trained before, maybe to its last round
+            experiment.save(run.folder)
+        row = train_in(experiment, run.folder, callbacks)
+        conclude(run, experiment, row)
+
+
+def _pretrain(inner: Experiment, folder: RunFolder, callbacks: Sequence[Callback]) -> None:
+    """Runs FedAvg pretraining as a run inside the run, so that it is saved and resumed like any other."""
+    folder.write_json("data.json", inner.federation.facts())  # what a resumed run is checked against
+    home = RunFolder(folder.path / "pretrain")
+    saved, _ = home.load()
+    if saved is not None:
+        inner.restore(saved)
+    with resumable(folder.path):
+        train_in(inner, home, [OnRound(c.round) for c in callbacks], stage="pretraining")
+    shutil.rmtree(home.checkpoints)  # its result is backbone.safetensors; its metrics.jsonl stays
+
+
+def train_in(
+    experiment: Experiment,
+    folder: RunFolder,
+    callbacks: Sequence[Callback] = (),
+    splits: Sequence[str] = SPLITS,
+    stage: str = "training",
+) -> Evaluation:
+    """Trains to the last round, and saves and evaluates (on `splits`) on the way; returns the last evaluation.
+
+    An interrupt saves the last finished round, and is raised again.
+    """
+    local, every = isinstance(experiment.cohort, LocalCohort), experiment.options.checkpoint_every
+    rows = {row.round: row for row in folder.evaluations()}
+    saver = Saver(background=local and experiment.device.type != "cpu")
+    listeners = [Metrics(folder), *callbacks]
+    try:
+        for callback in listeners:
+            callback.start(experiment)
+        for step in experiment.progress(rows, splits):
+            began = step.round - (step.event == "trained")  # boundaries inside a round have its number at its start
+            if step.event in MARKS:
+                experiment.mark(MARKS[step.event], began)
+            if step.row is not None:
+                rows[step.round] = step.row
+                for callback in listeners:
+                    callback.evaluation(step.row)
+                experiment.mark("measured", step.round)
+            if step.event == "round":
+                for callback in listeners:
+                    callback.round(replace(step, row=rows.get(step.round), stage=stage))
+            last = step.round >= experiment.last_round
+            if step.event == "trained" and (last or not local or (step.round % every == 0 and saver.due())):
+                saver.take(experiment.snapshot(folder))
+                experiment.mark("saved", began)
+            if step.event == "finished":
+                saver.take(experiment.snapshot(folder))
+                experiment.mark("finished", began)
+        for callback in listeners:
+            callback.end(experiment)
+        return rows[experiment.now.round]
+    except KeyboardInterrupt:
+        if experiment.now.changed:
+            saver.take(experiment.snapshot(folder))
+        raise
+    finally:
+        saver.close()
 
 
 def conclude(run: Run, experiment: Experiment, row: Evaluation) -> None:
@@ -226,7 +297,7 @@ def conclude(run: Run, experiment: Experiment, row: Evaluation) -> None:
 
 
 def summary_of(run: Run, experiment: Experiment, row: Evaluation) -> dict[str, Any]:
-    """Returns what summary.json says: the last evaluation and what it took."""
+    """Returns what summary.json says: the last evaluation, and what the run cost."""
     config, federation = run.config, experiment.federation
     return {
         "name": run.path.name,

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..data.federation import Federation
 from ..data.public import Chunks, as_public
-from ..errors import InputError, check_choices
+from ..errors import InputError
+from ..fields import check_fields
 from ..lanes import (
     Batch,
     LaneModel,
@@ -42,7 +43,7 @@ from ..lanes import (
 
 @dataclass(frozen=True)
 class Distill:
-    """The `[distill]` section."""
+    """The `[distill]` section: how the server distils."""
 
     data: str = "none"  # where the public images come from: a source's name, a folder, or the clients' "validation"
     size: int = 0  # how many of them; 0 is all
@@ -61,37 +62,28 @@ class Distill:
     candidates: tuple[int, ...] = (20, 60, 150, 500)  # steps after which the student is a candidate
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        for name in ("size", "steps", "rounds"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
-        if self.batch < 2:
-            raise ValueError(f"batch must be at least 2, not {self.batch}")
-        for name in ("lr", "temperature"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-        for name in ("pull", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
-        object.__setattr__(self, "candidates", tuple(self.candidates))
+        least = {"size": 0, "steps": 0, "batch": 2, "rounds": 0, "pull": 0, "weight_decay": 0}
+        check_fields(self, least, positive=("lr", "temperature"))
         if any(c < 1 for c in self.candidates):
-            raise ValueError("candidates are numbers of steps, at least 1")
+            raise InputError("Distill.candidates are numbers of steps, at least 1")
 
     def snapshots(self) -> tuple[int, ...]:
-        """The steps that become candidates: the last one always, the others only where a guard chooses."""
+        """Returns the steps that become candidates: the last one, and with a guard also those before it."""
         early = [c for c in self.candidates if c < self.steps] if self.guard != "none" else []
         return (*sorted(set(early)), self.steps)
 
     def judged(self) -> tuple[int, ...]:
-        """What a guard chooses among, by steps: the plain average, then the snapshots. Where these have statistics of
-        the public images, a student of no steps is one of them: it has such statistics and the average's weights, so
-        that no other wins by its statistics alone."""
+        """Returns the steps of what a guard chooses from: the plain average, then the snapshots.
+
+        If these have statistics of the public images, so does a student of no steps, with the average's weights: no
+        other then wins by its statistics alone.
+        """
         still = (0,) if self.keep_stats == "student" and self.student_norm == "batch" else ()
         return (0, *still, *self.snapshots())
 
 
 def kl(teacher: Tensor, student: Tensor, temperature: float, multilabel: bool) -> Tensor:
-    """KL(teacher ‖ student) of each sample, both as logits `[..., classes]`, times T² (Hinton et al.)."""
+    """Returns KL(teacher ‖ student) of each sample, both as logits `[..., classes]`, times T² (Hinton et al.)."""
     if multilabel:
         t, s = teacher / temperature, student / temperature
         p = t.sigmoid()
@@ -101,7 +93,7 @@ def kl(teacher: Tensor, student: Tensor, temperature: float, multilabel: bool) -
 
 
 def chunks_of(images: int, options: Distill, seed: int) -> list[Tensor]:
-    """The public data, shuffled once by seed (files may be sorted by class), cut into equal chunks."""
+    """Returns the public images, shuffled by seed (files may be sorted by class), in chunks of equal size."""
     order = torch.from_numpy(rng_of(seed, "public").permutation(images))
     order = order[: options.size or images]
     size = min(options.batch, len(order))
@@ -118,14 +110,14 @@ def public_chunks(images: Tensor, federation: Federation, options: Distill, dtyp
 
 
 def chunks_in(round: int, steps: int, chunks: int) -> list[int]:
-    """The chunks that a round uses, in the order of their first use."""
+    """Returns the chunks that a round uses, in the order of their first use."""
     if steps >= chunks:
         return list(range(chunks))
     return [(round * steps + step) % chunks for step in range(steps)]
 
 
-TOGETHER = 1 << 27  # pixels × teachers in one pass, where several chunks can be
-STATISTICS = 30  # batches after which running statistics have forgotten nearly all that was before
+TOGETHER = 1 << 27  # pixels × teachers in one pass over several chunks
+STATISTICS = 30  # batches after which running statistics have forgotten almost everything before
 
 
 @torch.no_grad()
@@ -137,10 +129,10 @@ def teacher_logits(
     lanes_at_once: int = 0,
     which: Sequence[int] | None = None,
 ) -> Tensor:
-    """The mean of the teachers' logits on the chunks `which` (all), `[chunks, B, classes]`: once a round, no dropout.
+    """Returns the mean of the teachers' logits on the chunks `which` (all), `[chunks, B, classes]`, without dropout.
 
-    With norm="public" a teacher normalises with the chunk's own statistics: its running ones come from the
-    few classes of one client and mislead it on foreign images.
+    With norm="public" a teacher normalises with the chunk's own statistics: its running ones come from the few
+    classes of one client, and mislead it on other images.
     """
     mode: Norm = "batch" if norm == "public" else "running"
     size, teachers = lanes_at_once or teachers.lanes, model.rounded(teachers)
@@ -152,7 +144,7 @@ def teacher_logits(
 def _on_chunks(
     model: LaneModel, lanes: State, images: Sequence[Tensor | Stem], which: Sequence[int], mode: Norm, limit: int
 ) -> Tensor:
-    """`[chunks, K, B, classes]`. Chunks that are kept behind the first layer can be other lanes: a few at a time."""
+    """Returns `[chunks, K, B, classes]`. Chunks that are kept behind the first layer run as lanes, a few at a time."""
     if not isinstance(images, Chunks) or images.stems is None:
         return torch.stack([model.on_all(lanes, images[i], mode) for i in which])
     most = TOGETHER // images.images[0, 0].numel() // images.chunks.shape[1]
@@ -160,14 +152,14 @@ def _on_chunks(
     out = []
     for some in torch.split(sent(torch.tensor(which), model.device), size):
         number = some.repeat_interleave(lanes.lanes)
-        found = model(stack(*[lanes] * len(some)), images.stems.seen(number), mode)
-        out.append(found.view(len(some), lanes.lanes, *found.shape[1:]))
+        logits = model(stack(*[lanes] * len(some)), images.stems.seen(number), mode)
+        out.append(logits.view(len(some), lanes.lanes, *logits.shape[1:]))
     return torch.cat(out)
 
 
 @lru_cache
 def _loss(temperature: float, multilabel: bool) -> Loss:
-    """`kl` as the loss of a training loop: one function for each pair, so that recorded steps are found again."""
+    """Returns `kl` as the loss of a training loop: one function per pair, so that recorded steps are used again."""
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return kl(targets, logits, temperature, multilabel)
@@ -176,8 +168,7 @@ def _loss(temperature: float, multilabel: bool) -> Loss:
 
 
 class PublicBatches:
-    """Step r sees chunk r mod n of the public images, and the teachers' logits on it. r counts from `first`, which is
-    where the round begins and what of it is done."""
+    """Gives step r chunk r mod n of the public images, with the teachers' logits on it; r counts from `first`."""
 
     def __init__(
         self, images: Sequence[Tensor | Stem], targets: Tensor, key: Tensor, capacity: int, first: int = 0
@@ -206,13 +197,13 @@ class PublicBatches:
 
 
 def rates(options: Distill) -> list[float]:
-    """Adam's step size at every step."""
-    found = [options.lr] * options.steps
+    """Returns Adam's step size at every step."""
+    sizes = [options.lr] * options.steps
     if options.schedule == "cosine":
         for t in range(1, options.steps):
             now, before = (1 + math.cos(math.pi * i / options.steps) for i in (t, t - 1))
-            found[t] = now / before * found[t - 1]
-    return found
+            sizes[t] = now / before * sizes[t - 1]
+    return sizes
 
 
 @lru_cache(maxsize=64)
@@ -232,16 +223,16 @@ def distill(
     lanes_at_once: int = 0,
     round: int = 0,
 ) -> tuple[State, Tensor]:
-    """Adam on the student (one lane) -> as lanes the candidates of `options.judged()`, without a guard that of the last
-    step alone; and the KL trace `[steps]`. Nothing is read, so that a GPU need not be waited for yet.
+    """Trains the student (one lane) with Adam; returns the candidates as lanes, and the KL of every step.
 
-    `images` are the chunks, prepared: a round goes through them in turn; one of fewer steps than there are chunks goes
-    on where the round before it ended, so that all are used in time. Dropout is on in the student, as in any other
-    training; `key` is its random key. A candidate that is not finite is all NaN.
+    The candidates are those of `options.judged()`, or without a guard the last step alone; one that is not finite is
+    all NaN. A round goes through the chunks `images` in turn; one of fewer steps than chunks continues where the
+    round before ended. Dropout is on in the student, and `key` is its random key. Nothing is read, which would wait
+    for a GPU.
     """
     used = chunks_in(round, options.steps, len(images))
     targets = teacher_logits(model, teachers, images, options.teacher_norm, lanes_at_once, used)
-    if len(used) < len(images):  # what is not asked for is nothing
+    if len(used) < len(images):  # the other chunks are not used
         blank = targets.new_zeros(len(images), *targets.shape[1:])
         targets = blank.index_copy_(0, sent(torch.tensor(used), model.device), targets)
     like = next(iter(student.params.values()))
@@ -254,17 +245,19 @@ def distill(
         return loop(model, states, batches, loss, [steps], update, how, ("distill", options))
 
     states, done, traces = adam_states(student, options.pull), 0, list[Tensor]()
-    kept = [student] * (len(options.judged()) - len(options.snapshots())) if options.guard != "none" else []
-    if len(kept) > 1 and student.buffers:
+    candidates = [student] * (len(options.judged()) - len(options.snapshots())) if options.guard != "none" else []
+    if len(candidates) > 1 and student.buffers:
         still = trained(adam_states(student, options.pull, options.steps), 0, min(options.steps, STATISTICS)).state
-        kept[1] = State(student.params, still.buffers)
-    finite = [torch.ones(1, dtype=torch.bool, device=model.device)] * (1 + len(kept))  # the first is nobody's
+        candidates[1] = State(student.params, still.buffers)
+    finite = [torch.ones(1, dtype=torch.bool, device=model.device)] * (
+        1 + len(candidates)
+    )  # the first starts the chain
     for step in options.snapshots():
-        found = trained(states, done, step - done)
-        states, done = found.states, step
-        finite.append(finite[-1] & found.finite)
-        traces.append(found.trace[:, 0])
-        kept.append(State(states[0].params, (student if options.keep_stats == "average" else states[0]).buffers))
-    candidates, good = stack(*kept), torch.cat(finite[1:])
-    params = {n: torch.where(good.view(-1, *[1] * (p.dim() - 1)), p, torch.nan) for n, p in candidates.params.items()}
-    return State(params, candidates.buffers), torch.cat(traces)
+        result = trained(states, done, step - done)
+        states, done = result.states, step
+        finite.append(finite[-1] & result.finite)
+        traces.append(result.trace[:, 0])
+        candidates.append(State(states[0].params, (student if options.keep_stats == "average" else states[0]).buffers))
+    lanes, good = stack(*candidates), torch.cat(finite[1:])
+    params = {n: torch.where(good.view(-1, *[1] * (p.dim() - 1)), p, torch.nan) for n, p in lanes.params.items()}
+    return State(params, lanes.buffers), torch.cat(traces)

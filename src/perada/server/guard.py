@@ -1,6 +1,4 @@
-"""What a method sees of the server in a round, and the guard that chooses between distilled candidates."""
-
-from __future__ import annotations
+"""What a method sees of the server in a round, and the choice between distilled candidates."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from .distill import Distill, distill
 
 @dataclass(frozen=True)
 class Candidates:
-    """What a distillation proposes: the plain average first, then the student after some numbers of steps."""
+    """What a distillation proposes: the plain average, then the student after some numbers of steps."""
 
     states: State  # one lane per candidate
     steps: tuple[int, ...]  # of each
@@ -36,7 +34,7 @@ class Candidates:
         judges = ~losses[0].isnan()  # a judge without data has no opinion on any candidate
         judged = losses[:, judges].mean(1) if judges.any() else torch.zeros(len(self.steps))
         judged[1:][~finite[1:]] = torch.inf
-        best = int(judged.nan_to_num(nan=torch.inf).argmin())  # the first of equals: the plain average
+        best = int(judged.nan_to_num(nan=torch.inf).argmin())  # of equals the first, which is the plain average
         known = [x if judges.any() and math.isfinite(x) else None for x in judged.tolist()]
         log |= {"guard_steps": list(self.steps), "guard_losses": known, "guard_chose": self.steps[best]}
         if self.options.keep_stats == "student":  # 0 steps: the average, or the average with public statistics
@@ -44,7 +42,7 @@ class Candidates:
         return best, log
 
     def pick(self, state: State, best: int) -> State:
-        """The chosen lane of a state that has one lane per candidate; any other state as it is."""
+        """Returns the chosen lane of a state with one lane per candidate; any other state as it is."""
         if state.lanes != self.states.lanes:
             return state
         return state.map(lambda t: t[best % len(t) : best % len(t) + 1].clone())
@@ -60,15 +58,15 @@ class Server:
     multilabel: bool
     round: int
     seed: int
-    clients: int = 1  # all of them, sampled or not
-    weights: Sequence[float] | None = None  # sample counts of the uploads, where weighting asks for them
+    clients: int = 1  # sampled or not
+    weights: Sequence[float] | None = None  # sample counts of the uploads, with Train.weighting=samples
     lanes_at_once: int = 0  # teachers in one pass; 0 is all
-    candidates: Candidates | None = None  # what a distillation proposed, for the guard to choose from
+    candidates: Candidates | None = None  # what a distillation proposed
 
     def distill(self, student: State, teachers: State) -> State:
         """Returns the candidates, one lane each: the student before and after R steps.
 
-        The round's driver lets the guard choose one of them. Where distillation is off, returns the student alone.
+        The round lets the guard choose one of them. Without distillation in this round, returns the student alone.
         """
         o = self.options
         if o.steps == 0 or (o.rounds and self.round >= o.rounds):
@@ -79,8 +77,7 @@ class Server:
         states, trace = distill(
             self.model, student, teachers, self.images, o, self.multilabel, key, self.lanes_at_once, self.round
         )
-        if o.guard == "none":  # the average takes over where the student diverged
-            self.candidates = Candidates(stack(student, states), (0, o.steps), trace, o)
-        else:
-            self.candidates = Candidates(states, o.judged(), trace, o)
-        return self.candidates.states
+        if o.guard == "none":  # the average replaces a student that diverged
+            states = stack(student, states)
+        self.candidates = Candidates(states, (0, o.steps) if o.guard == "none" else o.judged(), trace, o)
+        return states

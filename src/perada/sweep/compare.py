@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..callbacks import Callback
 from ..config import Config, federation_of, resolve
 from ..config.settings import Settings, absolute, for_method, given, moved
 from ..data import Federation
@@ -16,7 +17,7 @@ from ..report import standings, write_report
 from ..runs.folder import write_atomic
 from ..runs.names import whole_name
 from ..runs.run import Run, load
-from ..runs.train import OnProgress, train
+from ..runs.train import train
 from .plan import Plan, begun, check_all, choose_methods, keep_backbone, shared_backbone
 from .workers import OnRun, Train, train_all
 
@@ -70,7 +71,7 @@ def compare(
     resume: bool = False,
     jobs: int = 1,
     on_run: OnRun = lambda finished, total, name: None,
-    on_round: OnProgress = lambda progress: None,
+    callbacks: Sequence[Callback] = (),
     say: Say = lambda text: None,
 ) -> Comparison:
     """Trains every method with every seed on one split, and writes the tables and a report.
@@ -78,7 +79,7 @@ def compare(
     source: a preset or a TOML file. methods: a list or `a,b,c`; by default all. seeds: how many; by default 1.
     resume: keeps finished runs and continues the others; more methods or seeds than planned are added.
     jobs: processes of one thread each that share the runs; 0 is as many as is sensible here. With more than one, the
-    caller's module needs `if __name__ == "__main__"`.
+    caller's module needs `if __name__ == "__main__"`. callbacks: hear of runs that are trained one after another.
     """
     settings = given(set, data=data, device=device)
     if seeds is not None and seeds < 1:
@@ -89,7 +90,7 @@ def compare(
     with comparison.working(*new):
         federation = federation or _continue(comparison, source, methods, seeds, settings)
         factory = partial(_trainer, comparison, here)
-        train_all(comparison, factory(federation), jobs, federation.device, on_run, on_round, say, factory)
+        train_all(comparison, factory(federation), jobs, federation.device, on_run, callbacks, say, factory)
         comparison.after_each()
         write_report(comparison.runs, comparison.path / "report.html")
     return comparison
@@ -115,12 +116,13 @@ def _continue(
     """Returns the federation of the plan, after adding the methods and seeds that are new to it."""
     plan, source = comparison.resume(source, settings)
     known, first = comparison.names, plan["seeds"][0]
-    wanted = plan["methods"] if methods is None else list(dict.fromkeys([*plan["methods"], *choose_methods(methods)]))
+    added = [] if methods is None else choose_methods(methods)
+    all_methods = list(dict.fromkeys([*plan["methods"], *added]))
     many = max(len(plan["seeds"]), seeds or 1)
     here = comparison.config(known[0], moved(settings))
-    if wanted == plan["methods"] and many == len(plan["seeds"]):
+    if all_methods == plan["methods"] and many == len(plan["seeds"]):
         return check_all([here])
-    plan = {**plan, "methods": wanted, "seeds": list(range(first, first + many))}
+    plan = {**plan, "methods": all_methods, "seeds": list(range(first, first + many))}
     new = {name: config for name, config in _configs(source, plan).items() if name not in known}
     federation = check_all([here, *(_as(config, here) for config in new.values())])
     there = comparison.config(known[0])
@@ -152,7 +154,7 @@ def _trainer(comparison: Comparison, here: Settings, federation: Federation | No
     """Returns what trains a run by its name. Loads the data if they are not given, as in another process."""
     data = federation or federation_of(comparison.config(comparison.names[0], here))
 
-    def one(name: str, on_round: OnProgress, say: Say, pool: Pool | None) -> None:
+    def one(name: str, callbacks: Sequence[Callback], say: Say, pool: Pool | None) -> None:
         path = comparison.path / name
         started, shared = begun(path), shared_backbone(comparison.path, comparison.config(name, here))
         with comparison.training(name):
@@ -163,7 +165,7 @@ def _trainer(comparison: Comparison, here: Settings, federation: Federation | No
                 resume=started,
                 federation=data,
                 backbone=shared if shared is not None and shared.is_file() else None,
-                on_round=on_round,
+                callbacks=callbacks,
                 say=say,
                 pool=pool,
             )

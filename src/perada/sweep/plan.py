@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from ..callbacks import OnRound
+from ..callbacks import Callback
 from ..config import Config, federation_of, resolve
 from ..config.objects import build, pretraining
 from ..config.settings import MOVED, Settings
@@ -20,10 +20,9 @@ from ..experiment import Say
 from ..lanes import Pool
 from ..methods import REGISTRY, check_name
 from ..runs.folder import RunFolder, locked, write_atomic
-from ..runs.loop import train_in
+from ..runs.moment import Evaluation
 from ..runs.names import chosen_source, free_path, newest_path, resumable, source_name, whole_name
-from ..runs.rows import Evaluation
-from ..runs.train import OnProgress
+from ..runs.train import train_in
 
 
 def choose_methods(methods: str | Sequence[str] | None) -> list[str]:
@@ -217,7 +216,7 @@ def validated(
     path: Path,
     config: Config,
     federation: Federation,
-    on_round: OnProgress,
+    callbacks: Sequence[Callback],
     say: Say,
     splits: Sequence[str] = ("val",),
     pool: Pool | None = None,
@@ -238,4 +237,4 @@ def validated(
         experiment.restore(saved)
     folder.cut_metrics(experiment.now.round)
     experiment.model.pool = pool
-    return train_in(experiment, folder, [OnRound(on_round)], splits)
+    return train_in(experiment, folder, callbacks, splits)

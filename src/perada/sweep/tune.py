@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..callbacks import Callback
 from ..config import Config, resolve, toml_value, tune_grid
 from ..config.objects import check
 from ..config.settings import Settings, absolute, check_grid, for_method, given, grid_of, moved, of_method
@@ -17,10 +18,8 @@ from ..errors import InputError
 from ..experiment import Say
 from ..lanes import Pool
 from ..methods import REGISTRY
-from ..runs.folder import write_atomic
-from ..runs.jsonfiles import read_rows
+from ..runs.folder import read_rows, write_atomic
 from ..runs.names import whole_name
-from ..runs.train import OnProgress
 from .plan import Plan, begun, check_all, choose_methods, validated
 from .workers import OnRun, Train, train_all
 
@@ -35,10 +34,11 @@ class Search(Plan):
 
     @property
     def points(self) -> dict[str, dict[str, Any]]:
-        """What is tried, by name."""
+        """Returns what is tried, by name."""
         return {_name(point): point for point in self.plan.get("points", [])}
 
     def results(self) -> list[dict[str, Any]]:
+        """Returns the finished points with their scores."""
         kinds = {"method": str, "settings": dict, "local_val": float | None}
         return read_rows(self.path / "results.jsonl", kinds)
 
@@ -50,6 +50,7 @@ class Search(Plan):
         return [_name(result) for result in self.results()]
 
     def record(self, result: Mapping[str, Any]) -> None:
+        """Writes down a finished point."""
         lines = [json.dumps(r) + "\n" for r in [*self.results(), result]]
         write_atomic(self.path / "results.jsonl", "".join(lines).encode())
 
@@ -92,13 +93,13 @@ def tune(
     out: str | Path | None = None,
     resume: bool = False,
     on_run: OnRun = lambda finished, total, name: None,
-    on_round: OnProgress = lambda progress: None,
+    callbacks: Sequence[Callback] = (),
     say: Say = lambda text: None,
 ) -> Search:
     """Trains every point of every method's grid, evaluates it on local validation data, and writes `tuned.toml`.
 
     source: a preset or a TOML file. methods: a list or `a,b,c`; by default all. grid: values to try for a key instead
-    of the paper's. A setting in `set` is not searched.
+    of the paper's. A setting in `set` is not searched. callbacks: hear of points that are trained one after another.
     """
     settings = given(set, data=data, device=device)
     search, chosen = Search.at(source, data, out, resume)
@@ -110,7 +111,7 @@ def tune(
         federation = check_all([_config(search, next(iter(points.values())), settings)])
         say(f"{len(points)} training{'s' if len(points) > 1 else ''}")
         train_point = _trainer(search, points, settings, federation)
-        train_all(search, train_point, 0, federation.device, on_run, on_round, say)
+        train_all(search, train_point, 0, federation.device, on_run, callbacks, say)
         search.write_tuned()
     return search
 
@@ -139,13 +140,13 @@ def _planned(
             point = {"method": method, "settings": dict(zip(keys, values, strict=True))}
             if point not in points:
                 points.append(point)
-    made = [resolve(source, {**own[p["method"]], **p["settings"]}) for p in points]
-    federation = check_all(next(c for c in made if c.method_name == m) for m in methods)
-    for config in made:
+    trials = [resolve(source, {**own[p["method"]], **p["settings"]}) for p in points]
+    federation = check_all(next(c for c in trials if c.method_name == m) for m in methods)
+    for config in trials:
         check(config, federation)
     if not any(len(c.val) for c in federation.clients):
         raise InputError("tuning needs validation data at the clients: raise DataOptions.val")
-    plan = {"source": whole_name(source), "methods": methods, "set": absolute(settings, made[0])}
+    plan = {"source": whole_name(source), "methods": methods, "set": absolute(settings, trials[0])}
     return {**plan, "grid": grid, "points": points}, configs, source
 
 
@@ -175,13 +176,13 @@ def _trainer(
 ) -> Train:
     """Returns what trains a point: in a run folder of its own until its score is written down."""
 
-    def one(name: str, on_round: OnProgress, say: Say, pool: Pool | None) -> None:
+    def one(name: str, callbacks: Sequence[Callback], say: Say, pool: Pool | None) -> None:
         config = _config(search, points[name], settings)
         path = search.path / ("current" if pool is None else f"current-{list(points).index(name)}")
         if begun(path) and (path / "config.toml").read_text() != config.toml():
-            shutil.rmtree(path)  # of another point
+            shutil.rmtree(path)  # it is another point's
         with search.training(name):
-            last = validated(search.path, path, config, federation, on_round, say, pool=pool)
+            last = validated(search.path, path, config, federation, callbacks, say, pool=pool)
             search.record({**points[name], "local_val": last.scores["local_val"].mean})
             shutil.rmtree(path)
 

@@ -12,15 +12,15 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from ..callbacks import Callback, OnRound
 from ..experiment import Say
 from ..lanes import Pool
 from ..lanes.machine import cores, keep_memory
 from ..runs.moment import Progress
-from ..runs.train import OnProgress
 from .plan import Plan
 
 OnRun = Callable[[int, int, str], None]  # finished runs, all runs, the name of the one that begins
-Train = Callable[[str, OnProgress, Say, Pool | None], None]
+Train = Callable[[str, Sequence[Callback], Say, Pool | None], None]
 Worker = AbstractContextManager[Callable[[str], None]]  # entered by a thread; trains one name after another
 
 
@@ -44,7 +44,7 @@ def train_all(
     jobs: int,
     device: torch.device,
     on_run: OnRun,
-    on_round: OnProgress,
+    callbacks: Sequence[Callback],
     say: Say,
     factory: Callable[[], Train] | None = None,
 ) -> None:
@@ -68,7 +68,7 @@ def train_all(
             _warn(name, progress, say_once)
             tell(f"{name} and others, round {progress.round} of {progress.rounds}")
 
-        train(name, report, say_once, pool)
+        train(name, [OnRound(report)], say_once, pool)
 
     tell(left[0] if left else "done")
     jobs = jobs or jobs_for(len(left), device)
@@ -79,7 +79,7 @@ def train_all(
     else:
         for name in left:
             tell(name)
-            train(name, on_round, say_once, None)
+            train(name, callbacks, say_once, None)
             done(name)
 
 
@@ -191,7 +191,7 @@ def _process(pipe: Connection, factory: Callable[[], Train]) -> None:
     try:
         train = factory()
         for name in iter(pipe.recv, None):
-            train(name, partial(_warn, name, say=pipe.send), pipe.send, None)
+            train(name, [OnRound(partial(_warn, name, say=pipe.send))], pipe.send, None)
             pipe.send(None)
     except KeyboardInterrupt:
         with suppress(OSError):  # the other process may not wait for an answer
