@@ -332,7 +332,7 @@ def test_a_download_that_fails(torchvision: list[Any], monkeypatch: pytest.Monke
         raise OSError("no route to host")
 
     monkeypatch.setattr(sys.modules["torchvision.models"], "get_model", get_model)
-    with pytest.raises(InputError, match="of 'resnet18' cannot be had: no route to host"):
+    with pytest.raises(InputError, match="of 'resnet18' cannot be loaded: no route to host"):
         build_backbone("resnet18", 5, "torchvision", 0)
 
 

@@ -5,12 +5,7 @@ This package knows nothing of federated learning. See docs/architecture.md.
 
 from .convert import convert, default_groups, is_resnet, last_linear, parent_of
 from .gradient import Batch, Gradient, Loss, Options
-from .layers import (
-    LaneBatchNorm,
-    LaneConv2d,
-    Norm,
-    ResidualAdapter,
-)
+from .layers import LaneBatchNorm, LaneConv2d, Norm, ResidualAdapter
 from .machine import bytes_per_lane
 from .model import NOTHING, Group, LaneModel, divide
 from .ops import normalised, ops_for

@@ -65,17 +65,11 @@ def sgd(
     return replace(done, states=done.states[:1])
 
 
-def adam(
-    rates: Sequence[float],
-    pull: float,
-    device: torch.device,
-    dtype: torch.dtype,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-) -> Update:
+def adam(rates: Sequence[float], pull: float, device: torch.device, dtype: torch.dtype) -> Update:
     """Returns Adam as a loop's step on the states of `adam_states`. After its last rate it stands still."""
+    betas = 0.9, 0.999
     rows = [[r / (1 - betas[0] ** t), (1 - betas[1] ** t) ** 0.5] for t, r in enumerate([*rates, 0.0], 1)]
-    plan = AdamPlan(torch.tensor(rows, dtype=dtype, device=device), betas, eps)
+    plan = AdamPlan(torch.tensor(rows, dtype=dtype, device=device), betas, eps=1e-8)
 
     def update(gradient: Gradient, states: tuple[State, ...]) -> tuple[State, ...]:
         grads, state = gradient(states[0])

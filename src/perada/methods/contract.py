@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
@@ -24,10 +24,20 @@ class Parts:
     global_model: bool = True  # whether what is sent, where it is a whole model, is one that is trained to predict
     own_step: bool = False  # whether it writes its own step, to which train.momentum does not apply
 
+    @classmethod
+    def all_but(cls, own: str | None) -> Self:
+        """Returns the parts of a method that trains everything and shares all of it but the personal group `own`."""
+        if own == "adapter_modules":
+            return cls(trains="everything", shares="everything", withholds=own, adapters=True)
+        return cls(withholds=own)
+
+    def withheld(self, groups: Mapping[str, Group]) -> Group:
+        """Returns the part of a lane that stays with the client."""
+        return groups[self.withholds] if self.withholds else NOTHING
+
     def shared(self, groups: Mapping[str, Group]) -> Group:
         """Returns the part of a lane that crosses the network."""
-        shared = groups[self.shares] if self.shares else NOTHING
-        return shared - groups[self.withholds] if self.withholds else shared
+        return (groups[self.shares] if self.shares else NOTHING) - self.withheld(groups)
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ Running statistics belong to their module's part and move only while that part i
 from dataclasses import dataclass, field
 
 from ..client.trainer import Trainer
-from ..lanes import NOTHING, LaneModel, State, divide, mean, merge, repeat
+from ..lanes import LaneModel, State, divide, mean, merge, repeat
 from ..server.guard import Server
 from .contract import Parts, not_negative
 
@@ -30,16 +30,14 @@ class FedAlt:
 
     @property
     def parts(self) -> Parts:
-        if self.own == "adapter_modules":
-            return Parts(trains="everything", shares="everything", withholds=self.own, adapters=True)
-        return Parts(withholds=self.own)
+        return Parts.all_but(self.own)
 
     def init(self, model: LaneModel) -> tuple[State, State, State]:
-        v, u = divide(model.initial(), model.group(self.own) if self.own else NOTHING)
+        v, u = divide(model.initial(), self.parts.withheld(model.groups))
         return State(), u, v
 
     def client_update(self, trainer: Trainer, u: State, v: State) -> tuple[State, State]:
-        own = trainer.model.group(self.own) if self.own else NOTHING
+        own = self.parts.withheld(trainer.model.groups)
         rest = trainer.model.group(self.parts.trains) - own
         lanes = merge(repeat(u, len(trainer.clients)), v)
         lanes = trainer.sgd(lanes, of=own, lr=self.personal_lr or None, epochs=self.personal_epochs or None)

@@ -11,7 +11,7 @@ simultaneous one of its two algorithms (local procedure LocalSim). With u the sh
 from dataclasses import dataclass, field
 
 from ..client.trainer import Trainer
-from ..lanes import NOTHING, LaneModel, State, divide, mean, merge, repeat
+from ..lanes import LaneModel, State, divide, mean, merge, repeat
 from ..server.guard import Server
 from .contract import Parts
 
@@ -22,17 +22,15 @@ class FedSim:
 
     @property
     def parts(self) -> Parts:
-        if self.own == "adapter_modules":
-            return Parts(trains="everything", shares="everything", withholds=self.own, adapters=True)
-        return Parts(withholds=self.own)
+        return Parts.all_but(self.own)
 
     def init(self, model: LaneModel) -> tuple[State, State, State]:
-        v, u = divide(model.initial(), model.group(self.own) if self.own else NOTHING)
+        v, u = divide(model.initial(), self.parts.withheld(model.groups))
         return State(), u, v
 
     def client_update(self, trainer: Trainer, u: State, v: State) -> tuple[State, State]:
         lanes = trainer.sgd(merge(repeat(u, len(trainer.clients)), v))
-        v, u = divide(lanes, trainer.model.group(self.own) if self.own else NOTHING)
+        v, u = divide(lanes, self.parts.withheld(trainer.model.groups))
         return u, v
 
     def server_update(self, server: Server, state: State, u: State) -> tuple[State, State]:

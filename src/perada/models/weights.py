@@ -104,7 +104,7 @@ def _from_library(library: str, backbone: str) -> dict[str, Tensor]:
     except (OSError, RuntimeError) as error:
         first = next(iter(str(error).splitlines()), "")
         raise InputError(
-            f"ModelOptions.weights={library}: the weights of {backbone!r} cannot be had: {first}"
+            f"ModelOptions.weights={library}: the weights of {backbone!r} cannot be loaded: {first}"
         ) from error
     if net is None:
         raise InputError(f"{library} has no weights for {backbone!r}")

@@ -83,10 +83,8 @@ class _Window(NamedTuple):
         out = tuple((n + 2 * p - k) // stride + 1 for n, k, p in zip(shape, kernel, padding, strict=True))
         first = [max(0, p - (o - 1) * stride) for p, o in zip(padding, out, strict=True)]
         end = [min(k, n + p) for n, k, p in zip(shape, kernel, padding, strict=True)]
-        if [b - a for a, b in zip(first, end, strict=True)] != [
-            1,
-            1,
-        ]:  # other parts would be copies
+        sizes = [b - a for a, b in zip(first, end, strict=True)]
+        if sizes != [1, 1]:  # other parts would be copies
             first, end = [0, 0], list(kernel)
         taps = slice(first[0], end[0]), slice(first[1], end[1])
         size = end[0] - first[0], end[1] - first[1]
