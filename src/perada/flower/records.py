@@ -11,6 +11,7 @@ from secrets import token_hex
 from typing import Any
 
 from ..config import resolve
+from ..config.settings import OF_SERVER, different
 from ..errors import InputError
 from ..runs.folder import RunFolder, read_object, write_atomic
 from ..runs.moment import Checkpoint
@@ -118,12 +119,9 @@ def _note(path: Path) -> dict[str, Any]:
 
 def _check_config(path: Path, settings: ServerSettings) -> None:
     """Refuses to resume a run with other settings than it began with, except those of the machine."""
-    given = settings.config.flat()
-    for key, value in resolve(str(path / "config.toml")).flat().items():
-        if key not in ("run.device", "run.precision") and given.get(key) != value:
-            raise InputError(
-                f"{path} was made with another {key}: change server.toml back, or give the run another name"
-            )
+    stored = resolve(str(path / "config.toml"))
+    if other := different(stored.flat(), settings.config.flat(), OF_SERVER):
+        raise InputError(f"{path} was made with another {other}: change server.toml back, or give the run another name")
 
 
 def _check_resumed(path: Path, note: dict[str, Any], settings: ServerSettings, start: str) -> None:

@@ -225,10 +225,13 @@ class SiteSettings:
 
 def code_named(config: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the first key of a configuration whose value is `package.module:callable`; empty if there is none."""
-    if names_code(str(config["model"]["backbone"])):  # torchvision:NAME is not code of the server's choice
-        return "model.backbone"
-    keys = (("model", "adapter"), ("method", "name"), ("data", "name"))
-    return next((f"{table}.{key}" for table, key in keys if ":" in str(config[table][key])), "")
+
+    def named(table: str, key: str) -> bool:
+        name = str(config[table][key])
+        return names_code(name) if key == "backbone" else ":" in name  # a torchvision:NAME runs no chosen code
+
+    keys = (("model", "backbone"), ("model", "adapter"), ("method", "name"), ("data", "name"))
+    return next((f"{table}.{key}" for table, key in keys if named(table, key)), "")
 
 
 @dataclass(frozen=True)
