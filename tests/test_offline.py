@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import no_network
@@ -82,15 +83,15 @@ import perada
 
 here = [p for p in ("triton", "flwr") if find_spec(p)]
 names = [m.name for m in pkgutil.walk_packages(perada.__path__, "perada.")]
-names = [n for n in names if "triton" not in n or "triton" in here]
+names = [n for n in names if ("triton" not in n or "triton" in here) and (".flower" not in n or "flwr" in here)]
 theirs = [n for n in names if n.startswith("perada.flower")]
 optional = {"torchvision", "timm", "flwr", "ray", "onnx", "onnxscript", "onnxruntime", "tensorboard", "matplotlib"}
-for room in ([n for n in names if n not in theirs], theirs if "flwr" in here else []):
+for room in ([n for n in names if n not in theirs], theirs):
     for name in room:
         __import__(name)
     for name in perada.__all__:
         getattr(perada, name)
-    print(len(room) > 10 or "flwr" not in here, sockets, sorted(optional & set(sys.modules)))
+    print(len(room) > 10, sockets, sorted(optional & set(sys.modules)))
 """
 
 
@@ -99,4 +100,4 @@ def test_importing_opens_no_socket_and_loads_no_optional_package() -> None:
     assert done.returncode == 0, done.stderr
     ours, theirs = done.stdout.splitlines()
     assert ours == "True [] []"
-    assert theirs in ("True [] ['flwr']", "True [] []")  # without the extra there is nothing to import
+    assert theirs == ("True [] ['flwr']" if find_spec("flwr") else "False [] []")
