@@ -4,6 +4,8 @@ starts any app, as one in wrong hands would."""
 
 import sys
 
+import no_network  # noqa: F401 (this file takes the place of tests/offline/sitecustomize.py)
+
 if "perada.flower.superexec" in sys.orig_argv:
     import json
     import os
