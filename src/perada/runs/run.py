@@ -131,7 +131,7 @@ class Run:
         """Returns what one client predicts with, one lane: its personal adapter (or model)."""
         if client not in self.clients:
             raise unknown("client", client, self.clients)
-        lanes = self.experiment.personal()
+        lanes = self.experiment.personal()  # in the order of the names
         at = self.clients.index(client) if lanes.lanes > 1 else 0
         return lanes.map(lambda t: t[at : at + 1])
 
@@ -202,4 +202,6 @@ def load(
     not_empty("--data", data)
     folder = RunFolder.open(Path(path))
     config = resolve(str(folder.path / "config.toml"), given(data=data, device=device))
+    for line in folder.notices():
+        say(line)
     return Run(folder, config, say, data is not None, model, federation)
