@@ -156,7 +156,7 @@ class RunFolder:
             lines.append(f"{self.path / 'data.json'} is missing: copy it again; the data are not compared with it")
         if self.manifest.state("summary.json") == "missing":
             lines.append(f"{self.path / 'summary.json'} is missing: --resume writes it again")
-        if problem := self.rows.problem(note.mark if note else {}):
+        if problem := self.rows.problem(self._mark()):
             return [*lines, problem]
         rows, newest = self.metrics(), self.newest_round()
         if rows and newest is not None and rows[-1]["round"] > newest:
@@ -174,7 +174,7 @@ class RunFolder:
 
     def _mark(self) -> Mark:
         note = self._checkpoints.newest_note()
-        return note.mark if note else {}
+        return note.mark if note and note.content["round"] >= self.manifest.rows_from else {}
 
     def evaluations(self) -> list[Evaluation]:
         """Returns the rows of metrics.jsonl as objects."""
@@ -188,6 +188,9 @@ class RunFolder:
 
     def cut_metrics(self, after: int) -> None:
         """Removes what was measured after round `after`: it will be measured again."""
+        mark, last = self._mark(), self.newest_round()
+        if mark and mark["bytes"] and not self.rows.path.exists() and last is not None:
+            self.manifest.lose_rows(last + 1)
         self.rows.cut(after, self._mark())
 
     # what is said of the data, and of the whole run

@@ -46,15 +46,24 @@ class Manifest:
 
     def read(self) -> dict[str, list[str | None]] | None:
         """Returns the checksums that each file may have; None without a manifest."""
+        sums: dict[str, list[str | None]] | None = self._content().get("sha256")
+        return sums
+
+    @property
+    def rows_from(self) -> int:
+        """The first round whose checkpoint knows the rows of metrics.jsonl: those before it were lost."""
+        return int(self._content().get("rows_from", 0))
+
+    def _content(self) -> dict[str, Any]:
+        """Returns what the manifest says, nothing without one."""
         if not self.exists:
-            return None
+            return {}
         advice = "copy it again, or delete it to use the folder unchecked"
         content = read_object(self.path, {"format": int, "sha256": dict}, advice)
         check_format(self.path, content)
         if not is_whole(content) or not all(isinstance(sums, list) for sums in content["sha256"].values()):
             raise Damaged(f"{self.path} is damaged: {advice}")
-        sums: dict[str, list[str | None]] = content["sha256"]
-        return sums
+        return content
 
     def state(self, name: str) -> State:
         """Returns whether a file is what was written; "unchecked" where nothing is known of it."""
@@ -115,5 +124,10 @@ class Manifest:
         if name in sums:
             self._write({n: s for n, s in sums.items() if n != name})
 
-    def _write(self, sums: dict[str, list[str | None]]) -> None:
-        write_atomic(self.path, sealed({"format": FORMAT, "sha256": sums}))
+    def lose_rows(self, before: int) -> None:
+        """Notes that the user goes on without the rows of metrics.jsonl before a round."""
+        self._write(self.read() or {}, before)
+
+    def _write(self, sums: dict[str, list[str | None]], rows_from: int | None = None) -> None:
+        first = self.rows_from if rows_from is None else rows_from
+        write_atomic(self.path, sealed({"format": FORMAT, "sha256": sums, "rows_from": first}))

@@ -134,9 +134,7 @@ class Moment:
     server: State
     broadcast: State
     kept: State = field(default_factory=State)  # one lane per client, or empty
-    counters: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(COUNTERS, 0)
-    )
+    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     last: dict[str, Any] = field(default_factory=dict)  # the last round's loss, distillation, failures
     changed: frozenset[int] = frozenset()  # clients changed since the last checkpoint
     finished: bool = False  # whether the method's last stage is done, where it has one
