@@ -24,6 +24,7 @@ from perada.report import write_report
 from perada.report.facts import gather_facts
 from perada.report.page import _places
 from perada.report.svg import human_bytes, shorten, ticks
+from perada.runs.folder import RunFolder
 from perada.runs.moment import Evaluation
 
 HOSTILE = "<script>alert('x')</script>\"&"
@@ -292,7 +293,7 @@ def test_real_run_folder(tmp_path: Path) -> None:
     Reader(first.decode())
     write_report([perada.load(run.path)], tmp_path / "again.html")
     assert first == (tmp_path / "again.html").read_bytes()
-    (run.path / "summary.json").unlink()
+    run.folder.reopen()
     write_report([perada.load(run.path)], tmp_path / "again.html")
     assert b"unfinished: 1 of 1 rounds" in (tmp_path / "again.html").read_bytes()
 
@@ -318,7 +319,7 @@ def test_a_run_made_from_objects_is_reported(tmp_path: Path) -> None:
     experiment = perada.Experiment(net, own, perada.methods.FedAvg(), adapter=None, head="1", train=train)
     path = experiment.run(tmp_path / "run").path
     assert "26 of 26 parameters" in Reader((path / "report.html").read_text("utf8")).text
-    (path / "summary.json").unlink()
+    RunFolder(path).reopen()
     for given in ({}, {"model": net, "federation": own}):
         write_report([perada.load(path, **given)], tmp_path / "report.html")
         text = Reader((tmp_path / "report.html").read_text("utf8")).text

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from commands import train
-from small import SMALL, adapters, damage, flags, plain, small, tree
+from small import SMALL, adapters, as_older, damage, flags, plain, small, tree
 
 import perada
 from perada.callbacks import OnRound
@@ -315,7 +315,7 @@ def test_resuming_with_another_preset_or_file_is_refused(tmp_path: Path, capsys:
     about = json.loads((out / "data.json").read_text())
     del about["source"]["settings"]["distill.pull"]  # as if made by a version that did not know it
     (out / "data.json").write_text(json.dumps(about))
-    (out / "manifest.json").unlink()
+    as_older(out)
     for source in ([], [str(mine)], [str(other)], [str(out / "config.toml")]):
         assert cli.main([*again, *source]) == 0
 
