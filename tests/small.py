@@ -197,3 +197,11 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     elif how == "empty":
         path.write_bytes(b"")
+
+
+def as_older(run: Path) -> None:
+    """Rewrites a run folder as versions before format 2 wrote it: no manifest, clients by position."""
+    (run / "manifest.json").unlink()
+    for path in run.glob("checkpoints/*/state.json"):
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps({key: content[key] for key in ("round", "sha256", "note")}, indent=1))

@@ -36,7 +36,7 @@ from perada.sweep.workers import share_cores
 TINY: dict[str, Any] = {"data__clients": 3, "distill__steps": 1, "distill__candidates": [1]}
 METHODS = ["perada", "standalone"]  # not the paper's order
 NAMES = [f"{method}-{seed}" for seed in (0, 1) for method in METHODS]
-PARTS = {"config.toml", "data.json", "metrics.jsonl", "summary.json", "checkpoints", "report.html"}
+PARTS = {"config.toml", "manifest.json", "data.json", "metrics.jsonl", "summary.json", "checkpoints", "report.html"}
 
 
 def words(out: Path | str, *more: str, methods: str = ",".join(METHODS), **set: Any) -> list[str]:

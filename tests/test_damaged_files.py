@@ -116,7 +116,7 @@ def test_a_row_of_metrics_between_others_that_is_none_is_told_of(run: Path, caps
         assert f"{run / 'metrics.jsonl'} is damaged: remove its line 2" in refused(capsys, *words)
     assert tree(run) == before
     with pytest.raises(InputError, match="remove its line 2"):
-        perada.load(run).table()
+        perada.load(run, say=lambda line: None).table()
 
 
 def test_a_half_line_of_a_searchs_results_is_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import torch
 from helpers import assert_same_tensors
 from PIL import Image
 from safetensors.torch import load_file
-from small import SMALL, adapters, everything
+from small import SMALL, adapters, as_older, everything
 from torch import Tensor, nn
 
 import perada
@@ -420,6 +420,7 @@ def test_other_public_images_are_refused_on_a_resume(fed: perada.Federation, who
     assert adapters(path) == adapters(whole.path)
     about = json.loads((path / "data.json").read_text())
     assert len(about.pop("public")) == 64
+    as_older(path)
     (path / "data.json").write_text(json.dumps(about))  # as an older version wrote it
     made(fed, rounds=4, public=PUBLIC.flip(-1)).run(path, resume=True)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import commands
 import numpy as np
 import pytest
 import torch
@@ -24,6 +25,7 @@ from perada.report import write_report
 from perada.report.facts import gather_facts
 from perada.report.page import _places
 from perada.report.svg import human_bytes, shorten, ticks
+from perada.runs.folder import RunFolder
 from perada.runs.moment import Evaluation
 
 HOSTILE = "<script>alert('x')</script>\"&"
@@ -292,9 +294,35 @@ def test_real_run_folder(tmp_path: Path) -> None:
     Reader(first.decode())
     write_report([perada.load(run.path)], tmp_path / "again.html")
     assert first == (tmp_path / "again.html").read_bytes()
-    (run.path / "summary.json").unlink()
+    run.folder.reopen()
     write_report([perada.load(run.path)], tmp_path / "again.html")
     assert b"unfinished: 1 of 1 rounds" in (tmp_path / "again.html").read_bytes()
+
+
+def test_a_page_says_who_failed_was_absent_or_refused_and_which_students_were_discarded(tmp_path: Path) -> None:
+    run = FakeRun(federation())
+    run.rows[1] = replace(run.rows[1], failed=("site-0",), absent=("site-1",), distill={"diverged": True})
+    run.rows[2] = replace(run.rows[2], failed=("site-0", "site-2"), refused={HOSTILE: "a bad upload"})
+    write_report([run], tmp_path / "page.html")  # type: ignore[list-item]
+    text = Reader((tmp_path / "page.html").read_text("utf8")).text
+    assert "The distilled student diverged and was discarded in 1 of 4 evaluated rounds." in text
+    assert "Training stopped being finite at site-0 (in 2), site-2 (in 1) of 4 evaluated rounds." in text
+    assert "Nothing came from site-1 (in 1) of 4 evaluated rounds." in text
+    assert f"Uploads were refused from {HOSTILE} (in 1) of 4 evaluated rounds." in text
+
+
+def test_a_run_whose_students_are_all_discarded_does_not_say_that_it_distilled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    settings = {"train__rounds": 2, "distill__lr": 1e30, "distill__guard": "none"}
+    assert commands.train(out, **settings) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    page = Reader((out / "report.html").read_text("utf8")).text
+    for text in (shown, page):
+        assert "student diverged and was discarded in 2 of 2 evaluated rounds." in text
+    assert "0 of 2" in shown
+    assert "Distilled in 0 of 2 rounds, without a guard." in page
 
 
 def test_small_helpers() -> None:
@@ -318,7 +346,7 @@ def test_a_run_made_from_objects_is_reported(tmp_path: Path) -> None:
     experiment = perada.Experiment(net, own, perada.methods.FedAvg(), adapter=None, head="1", train=train)
     path = experiment.run(tmp_path / "run").path
     assert "26 of 26 parameters" in Reader((path / "report.html").read_text("utf8")).text
-    (path / "summary.json").unlink()
+    RunFolder(path).reopen()
     for given in ({}, {"model": net, "federation": own}):
         write_report([perada.load(path, **given)], tmp_path / "report.html")
         text = Reader((tmp_path / "report.html").read_text("utf8")).text

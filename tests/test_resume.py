@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from commands import train
-from small import SMALL, adapters, damage, flags, plain, small, tree
+from small import SMALL, adapters, as_older, damage, flags, plain, small, tree
 
 import perada
 from perada.callbacks import OnRound
@@ -314,6 +315,7 @@ def test_resuming_with_another_preset_or_file_is_refused(tmp_path: Path, capsys:
     about = json.loads((out / "data.json").read_text())
     del about["source"]["settings"]["distill.pull"]  # as if made by a version that did not know it
     (out / "data.json").write_text(json.dumps(about))
+    as_older(out)
     for source in ([], [str(mine)], [str(other)], [str(out / "config.toml")]):
         assert cli.main([*again, *source]) == 0
 
@@ -388,27 +390,55 @@ def test_full_model_methods_resume_to_the_same_bytes(
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
+def no_space(monkeypatch: pytest.MonkeyPatch, after: str, error: int = errno.ENOSPC) -> None:
+    """Makes every write of a file fail once something of the name `after` was renamed into its place."""
+    real, full = os.fsync, [not after]
+
+    def renamed(source: Any, target: Any, real: Any = os.replace) -> None:
+        real(source, target)
+        full[0] = full[0] or Path(target).name == after
+
+    def synced(handle: int) -> None:
+        if full[0]:
+            raise OSError(error, os.strerror(error))
+        real(handle)
+
+    monkeypatch.setattr(os, "replace", renamed)
+    monkeypatch.setattr(os, "fsync", synced)
+
+
 def test_a_full_disk_is_one_line_and_exit_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, real = tmp_path / "run", os.link
-
-    def full(source: Any, target: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    def full_copy(source: Any, target: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "link", full)
-    monkeypatch.setattr("shutil.copyfile", full_copy)
-    assert train(out, method__name="perada-no-kd", train__rounds=3) == 1
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert lines[-1].startswith("error: ")
-    assert "No space left on device" in lines[-1]
-    assert lines[-1].endswith(f"it is saved up to round 1: fix this, then perada train --out {out} --resume")
-    monkeypatch.setattr(os, "link", real)
-    monkeypatch.undo()
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        no_space(patch, "round-0001")
+        assert train(out, method__name="perada-no-kd", train__rounds=3) == 1
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    assert "No space left on device" in line
+    assert line.endswith(f"it is saved up to round 1: fix this, then perada train --out {out} --resume")
     assert train(out, "--resume", method__name="perada-no-kd", train__rounds=3) == 0
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_resuming_on_a_full_or_read_only_disk_is_one_line_and_changes_nothing(
+    tmp_path: Path, rounds: int, error: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run that is finished, and of one that gets a round more."""
+    out, settings = tmp_path / "run", {"method__name": "perada-no-kd"}
+    assert train(out, **settings, train__rounds=2) == 0
+    before = tree(out)
+    with monkeypatch.context() as patch:
+        no_space(patch, "", error)
+        assert train(out, "--resume", **settings, train__rounds=rounds) == 1
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    assert os.strerror(error) in line
+    assert line.endswith(f"it is saved up to round 2: fix this, then perada train --out {out} --resume")
+    assert tree(out) == before
+    assert train(out, "--resume", **settings, train__rounds=rounds) == 0
 
 
 def test_a_disk_that_is_full_at_once_is_one_line_that_says_how_to_go_on(

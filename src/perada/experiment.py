@@ -356,13 +356,15 @@ class Experiment:
     def snapshot(self, folder: RunFolder) -> Callable[[], None]:
         """Returns a function that writes this moment to the folder later; what is on a GPU is copied now."""
         now = self.now
-        checkpoint = now.checkpoint(self.seconds, self.device.type != "cpu", folder.has_checkpoint())
+        copy, rows = self.device.type != "cpu", folder.rows.mark()
+        checkpoint = now.checkpoint(self.seconds, self.clients, copy, folder.has_checkpoint())
+        changed = {self.clients[m] for m in now.changed}
         self.now = replace(now, changed=frozenset())
-        return lambda: folder.save(checkpoint, now.changed)
+        return lambda: folder.save(checkpoint, changed, rows)
 
     def restore(self, saved: Checkpoint) -> None:
         """Goes back to a checkpoint."""
-        self.now, self.seconds = Moment.of(saved, self.here), float(saved.note["seconds"])
+        self.now, self.seconds = Moment.of(saved, self.clients, self.here), float(saved.note["seconds"])
 
     def here(self, state: State) -> State:
         """Returns a state on this experiment's device, in its precision; whole numbers stay whole."""

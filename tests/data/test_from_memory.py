@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import CPU, build_backbone
 from PIL import Image
+from small import as_older
 
 import perada
 from perada.adapters import Residual
@@ -329,6 +330,7 @@ def test_a_run_on_arrays_is_loaded_with_the_same_arrays_only(tmp_path: Path) -> 
     about = tmp_path / "run" / "data.json"
     facts = json.loads(about.read_text())
     assert facts.pop("pixels") == f.pixels
+    as_older(tmp_path / "run")
     about.write_text(json.dumps(facts))  # as an older version wrote it
     old = perada.load(tmp_path / "run", model=net, federation=Federation.from_arrays(two(x)), device="cpu")
     assert old.evaluate() == trained.evaluate()

@@ -34,7 +34,15 @@ def test_train_writes_a_run_folder_and_prints_a_table(tmp_path: Path, capsys: py
     assert "perada" in text
     assert str(out) in text.replace("\n", "")
     names = {p.name for p in out.iterdir()}
-    assert names == {"config.toml", "data.json", "metrics.jsonl", "summary.json", "checkpoints", "report.html"}
+    assert names == {
+        "config.toml",
+        "manifest.json",
+        "data.json",
+        "metrics.jsonl",
+        "summary.json",
+        "checkpoints",
+        "report.html",
+    }
     assert [p.name for p in sorted((out / "checkpoints").iterdir())] == ["round-0001", "round-0002"]
 
 

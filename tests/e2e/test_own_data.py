@@ -18,6 +18,7 @@ from commands import said, strict
 from helpers import assert_same_tensors
 from own_images import TINY, picture, refused, table, words
 from safetensors.torch import load_file
+from small import as_older
 
 import perada
 from perada.callbacks import OnRound
@@ -149,6 +150,7 @@ def test_predictions_and_weights_need_no_data(
     facts = json.loads((run / "data.json").read_text())
     older = tmp_path / "older"
     shutil.copytree(run, older)
+    as_older(older)
     (older / "data.json").write_text(json.dumps({k: facts[k] for k in ("classes", "image", "clients")}))
     assert "--data" in refused(capsys, "predict", str(older), "--client", "north", file), "noted less: asks for them"
     assert strict(said(capsys, *["predict", str(older), *typed[2:]], "--data", str(moved))) == found
@@ -191,6 +193,7 @@ def test_a_run_is_not_used_with_another_split_of_as_many_images(
     assert refused(capsys, "train", "folder", "--data", str(moved), *again) == line
     facts = json.loads((out / "data.json").read_text())
     del facts["split"]  # as it was written before
+    as_older(out)
     (out / "data.json").write_text(json.dumps(facts))
     assert strict(said(capsys, "evaluate", str(out), "--data", str(moved), "--json")), "older runs still open"
 

@@ -245,7 +245,7 @@ def report(
     ] = None,
 ) -> None:
     """Write one self-contained HTML page about one or several runs."""
-    opened = [load(r) for r in runs]
+    opened = [load(r, say=say) for r in runs]
     if tensorboard is not None:
         write_events([(r.path.resolve().name, r.folder.evaluations()) for r in opened], tensorboard)
         tell(f"wrote {tensorboard}")

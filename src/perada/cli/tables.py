@@ -12,7 +12,7 @@ from rich.text import Text
 from ..client.scores import Scores
 from ..data import Federation
 from ..data.download import Entry
-from ..report.facts import unlikeness
+from ..report.facts import kept_without_guard, mishaps, unlikeness
 from ..report.standings import PERSONAL, Standings, parts
 from ..report.svg import millions
 from ..runs.moment import Evaluation
@@ -42,6 +42,7 @@ def results(runs: Sequence[Run]) -> Table:
     """Returns one row per run, as in the paper's table."""
     summaries = [r.summary for r in runs]
     rows = [(s, Evaluation.read(s)) for s in summaries]
+    history = [r.folder.evaluations() for r in runs]
     unit = "AUC" if summaries[0]["metric"] == "auc" else "accuracy"
     title = f"{summaries[0]['data']}: {unit} in %, mean ± std over the clients' personal models"
     splits = [name for name in PERSONAL if name != "shifted" or any(name in last.scores for _, last in rows)]
@@ -49,27 +50,31 @@ def results(runs: Sequence[Run]) -> Table:
     columns = ["trained", "sent", *(PERSONAL[name] for name in splits), "server"]
     table = house_table(title, "method", *columns, *(["distilled"] if distilled else []))
     table.caption = "server: the global model on Global-test"
-    table.caption += "; distilled: rounds in which the guard kept it" if distilled else ""
-    for s, last in rows:
+    table.caption += "; distilled: rounds in which it was used" if distilled else ""
+    for (s, last), measured in zip(rows, history, strict=True):
         up, down = (sent / max(1, last.round * s["cohort"]) / 1e3 for sent in (last.bytes_up, last.bytes_down))
         table.caption += f"\n{s['method']}, per client and round: {up:,.0f} kB up, {down:,.0f} kB down"
         table.caption += "; in pretraining full models, both ways" if "pretrain" in s else ""
+        table.caption += "".join(f"\n{s['method']}: {line}" for line in mishaps(measured))
         table.add_row(
             s["method"],
             millions(s["parameters"]["trained"]),
             millions(s["parameters"]["communicated"]),
             *(spread(last.scores.get(split)) for split in splits),
             "n/a" if last.global_model is None else f"{last.global_model:.2f}",
-            *([_kept(last, s["guarded"])] if distilled else []),
+            *([_kept(last, s["guarded"], measured)] if distilled else []),
         )
     return table
 
 
-def _kept(last: Evaluation, guarded: bool) -> str:
-    """Returns in how many rounds the guard kept what was distilled."""
+def _kept(last: Evaluation, guarded: bool, rows: Sequence[Evaluation]) -> str:
+    """Returns in how many rounds what was distilled was used: the guard kept it, or it did not diverge."""
     if not last.distilled:
         return "–"
-    return f"{last.accepted} of {last.distilled}" if guarded else "all"
+    if guarded:
+        return f"{last.accepted} of {last.distilled}"
+    used = kept_without_guard(last, rows)
+    return "all" if used == str(last.distilled) else used
 
 
 def standings(ranking: Standings) -> list[Table]:

@@ -18,7 +18,7 @@ from torch import nn
 from .. import __version__
 from ..config import Config
 from ..data import Federation, read_image
-from ..errors import InputError
+from ..errors import InputError, RunError
 from ..lanes import LaneModel, State
 from ..runs.folder import write_output
 
@@ -55,6 +55,10 @@ class PersonalModel:
             pixels = np.rint(pixels.mean(1, keepdims=True)).astype(np.uint8)
         with torch.no_grad():
             logits = module(data.prepare(torch.from_numpy(pixels), next(module.parameters()).dtype))
+        if not logits.isfinite().all():
+            raise RunError(
+                f"the model of {self.client} predicts what is not a number", "its training may have diverged"
+            )
         predictions = []
         for path, row in zip(
             paths, (logits.sigmoid() if data.multilabel else logits.softmax(-1)).tolist(), strict=True

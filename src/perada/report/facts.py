@@ -58,6 +58,29 @@ def mean_and_std(row: Evaluation | None, split: str) -> tuple[float | None, floa
     return (scores.mean, scores.std) if scores else (None, None)
 
 
+def kept_without_guard(last: Evaluation, rows: Sequence[Evaluation]) -> str:
+    """Returns in how many rounds a distilled student was used, where no guard chooses: one that diverged is not."""
+    diverged = sum(bool((row.distill or {}).get("diverged")) for row in rows)
+    return f"{last.distilled - diverged} of {last.distilled}" if diverged else str(last.distilled)
+
+
+def mishaps(rows: Sequence[Evaluation]) -> list[str]:
+    """Returns a sentence about each kind of thing that went wrong in the evaluated rounds, with who and how often."""
+    lines, of = [], f"of {len(rows)} evaluated rounds"
+    if diverged := sum(bool((row.distill or {}).get("diverged")) for row in rows):
+        lines.append(f"The distilled student diverged and was discarded in {diverged} {of}.")
+    for what, who in (
+        ("Training stopped being finite at", [row.failed for row in rows]),
+        ("Nothing came from", [row.absent for row in rows]),
+        ("Uploads were refused from", [tuple(row.refused) for row in rows]),
+    ):
+        times = Counter(name for names in who for name in names)
+        if times:
+            named = ", ".join(f"{name} (in {n})" for name, n in sorted(times.items()))
+            lines.append(f"{what} {named} {of}.")
+    return lines
+
+
 class Facts:
     """What a report says about one run."""
 
@@ -68,6 +91,7 @@ class Facts:
         # A stopped run has fewer rounds than planned. A summary that is older than the last row is of an earlier end.
         self.finished = bool(summary) and summary["round"] >= (self.rows[-1].round if self.rows else 0)
         newest = self.rows[-1] if self.rows else None
+        self.mishaps = mishaps(self.rows)
         self.last = Evaluation.read(summary) if self.finished else newest
         self.data = str(summary.get("data") or run.config.data.name)
         auc = summary["metric"] == "auc" if "metric" in summary else holdings and run.federation.multilabel
@@ -114,7 +138,7 @@ class Facts:
             return "No distillation."
         distilled, accepted = self.last.distilled, self.last.accepted
         if self.config.distill.guard == "none":
-            return f"Distilled in {distilled} rounds, without a guard."
+            return f"Distilled in {kept_without_guard(self.last, self.rows)} rounds, without a guard."
         share = f"{100 * accepted / distilled:.0f} %"
         return f"The guard accepted the distilled adapter in {accepted} of {distilled} rounds ({share})."
 

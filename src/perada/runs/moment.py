@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from ..client.scores import Scores
+from ..errors import Damaged
 from ..lanes import State, on_cpu, stack
+from .files import is_number
 
+COUNTERS = ("bytes_up", "bytes_down", "distilled", "accepted")
 SPLITS = ("local_test", "local_val", "global_test", "server_val", "shifted")
 
 
@@ -51,8 +54,10 @@ class Evaluation:
         """Returns what `as_dict` wrote, or the evaluation in a summary.json.
 
         A field that an older version did not write has its default. A split without scores per client is left out.
+        Raises ValueError, KeyError, TypeError or AttributeError for what `as_dict` does not write.
         """
-        known = {"bytes_up", "bytes_down", "distilled", "accepted", "seconds", "train_loss", "distill", "refused"}
+        _check_kinds(row)
+        known = {*COUNTERS, "seconds", "train_loss", "distill", "refused"}
         splits = {name: row[name] for name in row if name in SPLITS}
         server = row.get("global_model") or {}
         return cls(
@@ -74,6 +79,24 @@ class Evaluation:
         return " ".join(f"{name} {'n/a' if mean is None else f'{mean:.1f}'}" for name, mean in means.items())
 
 
+def _check_kinds(row: Mapping[str, Any]) -> None:
+    """Raises ValueError or AttributeError for a value in a row that is not of the kind that is written."""
+    whole = [row["round"], *(row[name] for name in COUNTERS if name in row)]
+    scores = [row.get("seconds"), row.get("train_loss"), *(row.get("global_model") or {}).values()]
+    for split in (row[name] for name in SPLITS if name in row):
+        for part in ("per_client", "per_label"):
+            scores += ((split or {}).get(part) or {}).values()
+    lists = [row.get("failed", []), row.get("absent", [])]
+    objects = [row.get("distill") or {}, row.get("refused") or {}]
+    if not (
+        all(is_number(n, int) for n in whole)
+        and all(v is None or is_number(v) for v in scores)
+        and all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in lists)
+        and all(isinstance(one, Mapping) for one in objects)
+    ):
+        raise ValueError("a value of another kind than was written")
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """What is saved of a finished round: one state per client, none where clients keep nothing."""
@@ -81,8 +104,26 @@ class Checkpoint:
     round: int
     server: State
     broadcast: State
-    clients: list[State]
+    clients: Mapping[str, State]  # by name
     note: dict[str, Any]  # goes into state.json
+    nameless: bool = False  # whether an older version wrote it, and the clients' names are not known
+
+    def of(self, names: Sequence[str]) -> list[State]:
+        """Returns the clients' states in the order of their names; refuses other clients than were saved."""
+        if self.nameless and len(self.clients) == len(names):
+            return list(self.clients.values())
+        if self.clients and self.clients.keys() != set(names):
+            other = sorted(self.clients.keys() ^ set(names))[0]
+            raise Damaged(f"the checkpoint of round {self.round} has other clients than the data ({other!r})")
+        return [self.clients[name] for name in names] if self.clients else []
+
+
+def check_note(note: Mapping[str, Any], round: int) -> None:
+    """Raises ValueError, KeyError, TypeError or AttributeError for a note that is not that of a `Moment`."""
+    last = note["last"]
+    Evaluation.read({"round": round, **{n: note["counters"][n] for n in COUNTERS}, "seconds": note["seconds"], **last})
+    if not isinstance(note["finished"], bool) or not last.keys() <= {f.name for f in fields(Evaluation)}:
+        raise ValueError("a value of another kind than was written")
 
 
 @dataclass(frozen=True)
@@ -93,17 +134,15 @@ class Moment:
     server: State
     broadcast: State
     kept: State = field(default_factory=State)  # one lane per client, or empty
-    counters: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("bytes_up", "bytes_down", "distilled", "accepted"), 0)
-    )
+    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     last: dict[str, Any] = field(default_factory=dict)  # the last round's loss, distillation, failures
     changed: frozenset[int] = frozenset()  # clients changed since the last checkpoint
     finished: bool = False  # whether the method's last stage is done, where it has one
 
-    def checkpoint(self, seconds: float, copy: bool, changed_only: bool) -> Checkpoint:
-        """Returns what is saved of this moment.
+    def checkpoint(self, seconds: float, names: Sequence[str], copy: bool, changed_only: bool) -> Checkpoint:
+        """Returns what is saved of this moment. names: the clients, one per lane.
 
-        copy: copies from a GPU now. changed_only: copies only clients that changed; the others' files are linked.
+        copy: copies from a GPU now. changed_only: copies only clients that changed; the others' files are there.
         """
         clients = [self.kept.map(lambda t, m=m: t[m : m + 1]) for m in range(self.kept.lanes)]  # type: ignore[misc]
         server, broadcast = self.server, self.broadcast
@@ -111,12 +150,13 @@ class Moment:
             server, broadcast = on_cpu(server), on_cpu(broadcast)
             clients = [c if changed_only and m not in self.changed else on_cpu(c) for m, c in enumerate(clients)]
         note = {"counters": self.counters, "last": self.last, "seconds": seconds, "finished": self.finished}
-        return Checkpoint(self.round, server, broadcast, clients, note)
+        by_name = dict(zip(names, clients, strict=True)) if clients else {}
+        return Checkpoint(self.round, server, broadcast, by_name, note)
 
     @classmethod
-    def of(cls, saved: Checkpoint, here: Callable[[State], State]) -> Moment:
+    def of(cls, saved: Checkpoint, names: Sequence[str], here: Callable[[State], State]) -> Moment:
         """Returns the moment of a checkpoint. here: moves a state to the device and precision of the run."""
-        kept = stack(*map(here, saved.clients)) if saved.clients else State()
+        kept = stack(*map(here, saved.of(names))) if saved.clients else State()
         note = saved.note
         counters, last = dict(note["counters"]), dict(note["last"])
         server, broadcast = here(saved.server), here(saved.broadcast)

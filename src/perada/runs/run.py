@@ -15,7 +15,7 @@ from ..config.settings import given
 from ..data import GIVEN, SEVERITIES, Federation, blank, data_home, named_sets, place_of
 from ..errors import InputError, unknown
 from ..experiment import DTYPES, Experiment, Say
-from ..lanes import State
+from ..lanes import State, gather
 from ..lanes.machine import device_of
 from ..models import with_weights
 from ..predict.personal import PersonalModel
@@ -131,7 +131,7 @@ class Run:
         """Returns what one client predicts with, one lane: its personal adapter (or model)."""
         if client not in self.clients:
             raise unknown("client", client, self.clients)
-        lanes = self.experiment.personal()
+        lanes = self.experiment.personal()  # in the order of the names
         at = self.clients.index(client) if lanes.lanes > 1 else 0
         return lanes.map(lambda t: t[at : at + 1])
 
@@ -161,7 +161,7 @@ class Run:
         progress: receives how many corrupted copies are made, and of how many.
         """
         names, data, model = [on] if isinstance(on, str) else list(on), self.federation, self.experiment.model
-        lanes = self.experiment.personal()
+        lanes = self._lanes_for(data)
         plain = [s for s in names if s in OWN]
         out = personal_scores(model, lanes, data, plain) if plain else {}
         for name in names:
@@ -172,6 +172,11 @@ class Run:
                 sets = named_sets(data, name, home or self.config.data.root or data_home(), levels, progress)
                 out[name] = scores_on(model, lanes, data, sets)
         return {key: out[key] for key in (OWN.get(name, name) for name in names)}
+
+    def _lanes_for(self, data: Federation) -> State:
+        """Returns what the clients predict with, in the order that the data have them."""
+        lanes, order = self.experiment.personal(), [self.clients.index(c.name) for c in data.clients]
+        return lanes if lanes.lanes == 1 else gather(lanes, order)
 
     def predict(self, client: str, images: str | Path | Sequence[str | Path]) -> list[dict[str, Any]]:
         """Returns class names with probabilities, most probable first; label probabilities for multi-label data."""
@@ -202,4 +207,6 @@ def load(
     not_empty("--data", data)
     folder = RunFolder.open(Path(path))
     config = resolve(str(folder.path / "config.toml"), given(data=data, device=device))
+    for line in folder.notices():
+        say(line)
     return Run(folder, config, say, data is not None, model, federation)

@@ -26,7 +26,8 @@ from ..lanes.machine import precision_of
 from ..methods import sizes_of
 from ..models import same_weights
 from ..report import write_report
-from .folder import RunFolder, locked, write_atomic
+from .files import locked, read_file, write_atomic
+from .folder import RunFolder
 from .moment import Evaluation
 from .names import (
     NewFolder,
@@ -134,6 +135,7 @@ def run_in(experiment: Experiment, path: Path, callbacks: Sequence[Callback], re
     config = describe(experiment)
     with ExitStack() as stack:
         if resume:
+            stack.enter_context(resumable(path))
             folder = _locked(path, stack)
             refuse_other_settings(path, resolve(str(path / "config.toml")), config)
             folder.check_data(experiment.federation.facts())
@@ -157,6 +159,7 @@ def _resume(
     stack: ExitStack,
 ) -> tuple[Run, Experiment]:
     """Returns the run that its folder describes, ready to go on."""
+    stack.enter_context(resumable(path))
     folder = _locked(path, stack)
     stored = str(path / "config.toml")
     config = resolve(stored, overrides)
@@ -185,21 +188,27 @@ def _continue(experiment: Experiment, folder: RunFolder, config: Config, say: Sa
     if folder.about().get("public", digest) != digest:
         raise InputError(f"the public images are not those that {folder.path} was made with: give the old ones")
     saved, skipped = folder.load()
-    for line in skipped:
-        say(f"{folder.path}: {line}")
+    for line in (*(f"{folder.path}: {line}" for line in skipped), *folder.notices()):
+        say(line)
+    folder.tidy()
     if saved is not None:
         if saved.round > config.train.rounds:
             rounds = config.train.rounds
             raise InputError(f"{folder.path} has {saved.round} rounds already: Train.rounds={rounds} would undo some")
         experiment.restore(saved)
+    elif (folder.path / "summary.json").is_file():
+        raise InputError(f"{folder.path} is finished, but its checkpoints are gone: copy them again, or overwrite it")
+    elif folder.metrics():
+        say(f"{folder.path} has scores but no checkpoint: it is trained from the first round")
     measured = experiment.now.round
     more = measured < experiment.train.rounds
     if more and experiment.now.finished:  # the last stage is undone, and that row was measured after it
         measured -= 1
     folder.cut_metrics(measured)
     if more:
-        (folder.path / "summary.json").unlink(missing_ok=True)  # of fewer rounds; it is written again at the end
-    write_atomic(folder.path / "config.toml", config.toml().encode())
+        folder.reopen()
+    if (text := config.toml().encode()) != read_file(folder.path / "config.toml"):
+        write_atomic(folder.path / "config.toml", text)
     return more
 
 
@@ -292,7 +301,7 @@ def conclude(run: Run, experiment: Experiment, row: Evaluation) -> None:
         summary["shifted"] = personal.as_dict()
         for scores in server:
             summary["global_model"] |= {"shifted": scores.mean}
-    run.folder.write_json("summary.json", summary)
+    run.folder.finish(summary)
     write_report([run], run.path / "report.html")
 
 
