@@ -67,7 +67,7 @@ DataPath = Annotated[str | None, typer.Option("--data", metavar="PATH", help=DAT
 
 
 def _overrides(sets: Sequence[str] | None, lanes: str | None = None, data: str | None = None) -> dict[str, Any]:
-    if lanes not in (None, "auto") and not (lanes.isdigit() and int(lanes)):
+    if lanes not in (None, "auto") and not (lanes.isdecimal() and int(lanes)):
         raise InputError(f"--lanes {lanes}: auto, or a number from 1")
     most = None if lanes is None else 0 if lanes == "auto" else int(lanes)
     return given(dict(parse_setting(s) for s in sets or []), data=data, lanes=most)

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError, unknown
+from ..inputs import plain_file
 from .arrays import SPLITS, split_masks
 from .images import IMAGENET, decode, image_names
 from .source import Source, Targets
@@ -106,7 +107,7 @@ def manifest(
 def read_table(file: Path, lower: Sequence[str] = ()) -> Table:
     """Returns the table in a file; column names in `lower` may be written in capitals, too."""
     try:
-        with file.open(newline="", encoding="utf-8-sig") as f:
+        with plain_file(file).open(newline="", encoding="utf-8-sig") as f:
             header = f.readline()
             f.seek(0)
             # By what the header has and not by the file's ending: spreadsheets also write ';' into a .csv.
