@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 
 from ..errors import InputError, unknown
-from .images import IMAGENET
+from ..inputs import plain_file
+from .images import IMAGENET, opened_image
 from .source import Mask, Pixels, Source, Targets
 
 IMAGES = ("images", "x", "X", "data")
@@ -121,7 +121,7 @@ def _kind(labels: Array) -> tuple[Any, ...]:
 
 def _load(file: Path) -> Arrays:
     try:
-        with file.open("rb") as f:  # opened here: numpy leaves a damaged file open
+        with plain_file(file).open("rb") as f:  # opened here: numpy leaves a damaged file open
             stored = np.load(f, allow_pickle=False)
             if isinstance(stored, np.ndarray):
                 raise InputError(f"{file} has one array without labels: expected an .npz with images and labels")
@@ -176,6 +176,8 @@ def pixels_of(where: str, images: Any) -> Pixels:
         x = np.rint(x * 255).astype(np.uint8)
     if x.dtype != np.uint8:
         raise InputError(f"{where}: images of type {x.dtype}: expected uint8, 0 to 255, or float in [0, 1]")
+    if 0 in x.shape[1:]:
+        raise InputError(f"{where}: images {list(x.shape)} have no pixels")
     if x.ndim == 3:
         return x[:, None]
     if x.ndim == 4 and x.shape[3] in (1, 3):
@@ -204,11 +206,8 @@ def _decoded(file: Path, data: Array, offset: Array) -> Pixels:
         raise InputError(f"{file}: the offsets do not cut the {len(data)} bytes into images: the file is damaged")
     images: list[Array] = []
     for i, (start, end) in enumerate(itertools.pairwise(ends.tolist())):
-        try:
-            with Image.open(io.BytesIO(data[start:end].tobytes())) as image:
-                images.append(np.asarray(image.convert("RGB"), np.uint8))
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise InputError(f"{file}: image {i} is damaged or not an image") from error
+        image = opened_image(io.BytesIO(data[start:end].tobytes()), f"{i} in {file}")
+        images.append(np.asarray(image, np.uint8))
         if images[i].shape != images[0].shape:
             raise InputError(f"{file}: image {i} has another size than the first: save all at one size")
     return np.stack(images)
