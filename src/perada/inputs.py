@@ -1,10 +1,13 @@
-"""What every room checks about input: that a path is a plain file, and that a name can be printed."""
+"""What every room checks about input: that a path is a plain file, how much there is, and that it can be printed."""
 
+import errno
 import stat
 from pathlib import Path
 
 from .errors import InputError
 
+CLASSES = 100_000  # or labels, of a data set
+SITES = 100_000
 NAME = 255  # characters of a name of a site, class or label; file systems have the same bound
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -13,6 +16,19 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+def user_path(text: str | Path) -> Path:
+    """Returns a path that a person wrote, with `~` as their home; refuses what can name no file."""
+    try:
+        path = Path(text).expanduser()
+        path.stat()
+    except (RuntimeError, ValueError) as error:  # no such user; a zero byte
+        raise InputError(f"{str(text)!r} is not a path: {error}") from error
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise InputError(f"{str(text)[:NAME]!r}… is not a path: it is too long") from error
+    return path
 
 
 def plain_file(path: Path, most: int | None = None) -> Path:

@@ -19,7 +19,7 @@ from ..client.trainer import Train
 from ..data import GIVEN, DataOptions, is_public_name
 from ..errors import InputError, unknown
 from ..fields import check_fields, coerce
-from ..inputs import plain_file
+from ..inputs import plain_file, user_path
 from ..methods import REGISTRY, Method, check_name, hyperparameters, make_method
 from ..models import WEIGHTS, known
 from ..runs.options import RunOptions
@@ -220,7 +220,7 @@ def parse_grid(text: str) -> tuple[str, list[Any]]:
 
 def _read(source: str) -> dict[str, Any]:
     known = presets()
-    path = Path(source).expanduser()
+    path = user_path(source)
     if source not in known and path.suffix != ".toml":
         if (path / "config.toml").is_file():
             raise InputError(f"{source} is a run folder: to go on with it, perada train --out {source} --resume")
@@ -317,7 +317,7 @@ def from_tables(tables: Mapping[str, Any]) -> Config:
 
 def _absolute(value: str, names: Container[str]) -> str:
     """Returns an absolute path, or the value itself if it is one of the names with another meaning."""
-    return value if value in names else str(Path(value).expanduser().absolute())
+    return value if value in names else str(user_path(value).absolute())
 
 
 def _section(section: str, kind: Any, values: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError, unknown
-from ..inputs import plain_file
+from ..inputs import plain_file, user_path
 from .arrays import npz
 from .corruption_kinds import CORRUPTIONS
 from .corruptions import SEVERITIES
@@ -134,7 +134,7 @@ def _missing(path: Path) -> InputError:
 
 def _inside(root: str, inner: str, marker: str) -> Path | None:
     """Returns the folder `inner` in `root`, or `root` if it is that folder; `marker` is a file in it."""
-    base = Path(root or ".").expanduser()
+    base = user_path(root or ".")
     if (base / inner).is_dir():
         return base / inner
     return base if (base.is_dir() and base.resolve().name == inner) or (base / marker).is_file() else None
@@ -217,7 +217,7 @@ def _source(name: str, parts: list[Part], classes: tuple[str, ...], stats: Stats
 
 
 def _from_npz(root: str, name: str, folder: str, classes: tuple[str, ...], stats: Stats) -> Source:
-    base = Path(root or ".").expanduser()
+    base = user_path(root or ".")
     path = base if base.suffix == ".npz" else base / f"{name}.npz"
     if not path.is_file():
         raise _no_folder(root, folder, f"its batches, or a {path.name}", name)

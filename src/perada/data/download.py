@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import InputError, RunError, unknown
+from ..inputs import user_path
 from .cache import sweep
 
 Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, bytes in all (None: unknown)
@@ -78,7 +79,7 @@ def check(name: str, root: str | Path) -> Entry:
         raise unknown("data set", name, CATALOGUE)
     entry = CATALOGUE[name]
     if entry.by_hand:
-        how = entry.by_hand.format(home=entry.home, place=Path(root).expanduser() / entry.folder)
+        how = entry.by_hand.format(home=entry.home, place=user_path(root) / entry.folder)
         raise InputError(f"{name} cannot be downloaded by a program: {how}")
     return entry
 
@@ -86,13 +87,13 @@ def check(name: str, root: str | Path) -> Entry:
 def unchecked(name: str, root: str | Path) -> list[Path]:
     """Returns the files of a data set whose publisher gives no checksum."""
     entry = CATALOGUE[name]
-    return [Path(root).expanduser() / entry.folder / r.file for r in entry.remotes if r.checksum is None]
+    return [user_path(root) / entry.folder / r.file for r in entry.remotes if r.checksum is None]
 
 
 def get(name: str, root: str | Path, progress: Progress | None = None) -> Path:
     """Fetches, checks and unpacks a data set below `root`, unless it is there; returns its folder."""
     entry = check(name, root)
-    base = Path(root).expanduser()
+    base = user_path(root)
     place = base / entry.folder
     try:
         for remote in entry.remotes:

@@ -156,7 +156,7 @@ def stamp(path: Path) -> str:
     """Returns name, time and length of a file, which change when the file does."""
     try:
         stat = path.stat()
-    except OSError:
+    except (OSError, ValueError):
         return f"{path.name}\0missing"
     return f"{path.name}\0{stat.st_mtime_ns}\0{stat.st_size}"
 

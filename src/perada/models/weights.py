@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..inputs import user_path
 
 WEIGHTS = ("embedded", "torchvision", "timm", "fedavg", "random")  # what ModelOptions.weights may be besides a file
 
@@ -46,7 +47,7 @@ def read_weights(source: str, backbone: str) -> dict[str, Tensor]:
             return _read_file(path)
     if source in LIBRARIES:
         return _from_library(source, backbone)
-    path = Path(source).expanduser()
+    path = user_path(source)
     if not path.is_file():
         raise InputError(
             f"ModelOptions.weights: no file {source!r}; give a .safetensors or .pth file, or one of "
