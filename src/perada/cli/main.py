@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 import typer.core
+from PIL import Image
 
 from .. import __version__
 from ..config import in_keys, parse_grid, parse_setting, presets, resolve
@@ -335,8 +337,6 @@ def main(arguments: Sequence[str] | None = None, app: typer.Typer = app) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        return 0
 
 
 def _complain(text: str, code: int) -> int:
@@ -360,10 +360,8 @@ def _as_setting(error: Any, words: Sequence[str]) -> str:
     return f"no option {option}: settings are given by {ways}" if ways else ""
 
 
-def script() -> None:
+def run() -> int:
+    """Runs the command in a process of its own; returns its exit code."""
     keep_memory()
-    sys.exit(main())
-
-
-if __name__ == "__main__":
-    script()
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # such an image is refused in a line of our own
+    return main()
