@@ -19,6 +19,7 @@ from ..config.objects import about_data
 from ..config.settings import given
 from ..data import build_federation
 from ..errors import InputError, RunError
+from ..inputs import printable
 from ..lanes.machine import device_of, keep_memory
 from ..methods import REGISTRY, method_sizes
 from ..models import BACKBONES, count_groups, network_of
@@ -339,8 +340,12 @@ def main(arguments: Sequence[str] | None = None, app: typer.Typer = app) -> int:
         return INTERRUPTED
 
 
+_LINE = 4000  # characters of an error, which may have what the user wrote
+
+
 def _complain(text: str, code: int) -> int:
-    print(f"error: {in_keys(' '.join(text.split()))}", file=sys.stderr)
+    line = printable(in_keys(" ".join(text.split())))
+    print(f"error: {line if len(line) < _LINE else f'{line[:_LINE]}…'}", file=sys.stderr)
     return code
 
 
