@@ -73,16 +73,18 @@ class Trainer:
         sizes = (len(self.federation.clients[c].train) for c in self.clients)
         return [steps_of(n, self.options.batch, self.options.epochs) for n in sizes]
 
-    @property
-    def losses(self) -> list[float]:
-        """The mean training loss of each client's last copy. Like `failed`, it waits for a GPU."""
-        return self._done[-1].trace.nanmean(0).tolist()[-len(self.clients) :] if self._done else []
+    def outcome(self, result: State) -> tuple[list[float], list[bool]]:
+        """Returns per client the mean training loss of its last copy, and whether its training stayed finite.
 
-    @property
-    def failed(self) -> set[str]:
-        """Clients whose training stopped being finite."""
-        names = [self.federation.clients[c].name for c in self.clients]
-        return {names[k % len(names)] for result in self._done for k in result.failed}
+        result: what comes of the training, one lane per client or none; it must be finite too. Waits for a GPU once.
+        """
+        count, device = len(self.clients), self.model.device
+        finite = [done.finite.view(-1, count).all(0) for done in self._done]
+        finite += [t.isfinite().flatten(1).all(1) for t in result.tensors()]
+        losses = self._done[-1].trace.nanmean(0)[-count:] if self._done else torch.full((count,), torch.nan)
+        good = torch.stack(finite).all(0) if finite else torch.ones(count, dtype=torch.bool)
+        losses, good = torch.stack([losses.to(device), good.to(device, losses.dtype)]).tolist()
+        return losses, [bool(one) for one in good]
 
     def sgd(
         self,
