@@ -268,7 +268,7 @@ class Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize("stats", ["average", "student"])
 def test_one_thing_is_read_before_the_guard_has_all_its_work(stats: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose training stayed finite; then a GPU distils and scores without a pause while all of it is being asked for."""
+    """Whose training stayed finite; then a GPU distils and scores without a pause while all of that is asked for."""
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
     monkeypatch.setattr(perada.client.trainer, "TOGETHER", ("cpu",))
     sim = build(small(method__name="perada", distill__guard="clients", distill__keep_stats=stats))

@@ -27,11 +27,12 @@ from .errors import Diverged, InputError
 from .fields import made
 from .lanes import LaneModel, State, ops_for, repeat, rng_of
 from .lanes.machine import arithmetic, device_of, precision_of
-from .methods import Finisher, Method
+from .methods import Finisher, Method, expected_upload
 from .models import BACKBONES, Backbone
 from .runs.folder import RunFolder
 from .runs.moment import Checkpoint, Evaluation, Moment, Progress
 from .runs.options import RunOptions, check_fit, check_kinds
+from .server.aggregate import Rule
 from .server.distill import Distill, public_chunks
 from .server.guard import Server
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 PATIENCE = 3  # rounds in a row without an upload after which a training ends
-IDLE = "idle"  # their number, in the memory of a Moment
+IDLE, NORMS = "idle", "norms"  # in the memory of a Moment: the number of such rounds, and `aggregate.Norms`
 DTYPES = dict.fromkeys(("auto", "fp32", "tf32", "bf16"), torch.float32) | {"fp64": torch.float64}  # of the lanes
 
 
@@ -163,6 +164,7 @@ class Experiment:
         """Ends the round at the server: the method proposes, the guard scores and chooses."""
         with self._timed():
             now, report = self.now, uploads.report
+            uploads, memory = self._admit(uploads)
             state, broadcast, log = self._at_server(uploads) if uploads.clients else (now.server, now.broadcast, None)
             self.now = Moment(
                 round=now.round + 1,
@@ -171,7 +173,7 @@ class Experiment:
                 kept=now.kept if uploads.kept is None else uploads.kept,
                 counters=self._count(uploads, broadcast, log),
                 last={"train_loss": report.loss, "distill": log, **report.as_note()},
-                memory=self._remember(uploads),
+                memory=memory,
                 changed=now.changed | set(self.sampled(now.round)),
             )
 
@@ -187,6 +189,7 @@ class Experiment:
             len(self.clients),
             uploads.weights,
             self.lanes,
+            self.rule,
         )
         state, broadcast = self.method.server_update(server, self.now.server, uploads.states)
         if (proposed := server.candidates) is None:
@@ -194,18 +197,30 @@ class Experiment:
         best, log = proposed.choose(self.judge(proposed.states))
         return proposed.pick(state, best), proposed.pick(broadcast, best), log
 
-    def _remember(self, uploads: Uploads) -> dict[str, Any]:
-        """Returns what the server remembers of this round and those before; raises Diverged after idle rounds."""
+    @property
+    def rule(self) -> Rule:
+        """How uploads become one."""
+        return Rule(self.train.aggregate, self.train.trim)
+
+    def _admit(self, uploads: Uploads) -> tuple[Uploads, dict[str, Any]]:
+        """Returns the uploads as they take part in the round, and what the server remembers.
+
+        Raises Diverged if nobody uploaded anything in several rounds in a row.
+        """
         memory = {k: v for k, v in self.now.memory.items() if k != IDLE}
         if uploads.clients:
-            return memory
+            if self.rule.kind == "mean" or not uploads.states.lanes:
+                return uploads, memory
+            reference = expected_upload(self.method, self.model, self.now.broadcast)
+            states, norms = self.rule.admit(uploads.states, reference, memory.get(NORMS, {}))
+            return replace(uploads, states=states, weights=self.rule.weights(uploads.weights)), {NORMS: norms}
         idle = self.now.memory.get(IDLE, 0) + 1
         if idle >= PATIENCE:
             raise Diverged(
                 f"no client's training stayed finite in {idle} rounds in a row",
                 "lower Train.lr, or bound the gradients with Train.clip",
             )
-        return memory | {IDLE: idle}
+        return uploads, memory | {IDLE: idle}
 
     def judge(self, candidates: State) -> Tensor | None:
         """Returns the guard's losses `[candidates, judges]`; None without a guard."""
@@ -225,7 +240,7 @@ class Experiment:
         return {
             "bytes_up": before["bytes_up"] + uploads.states.bytes_per_lane() * uploads.clients,
             "bytes_down": before["bytes_down"] + down,
-            "distilled": before["distilled"] + int(log is not None),
+            "distilled": before["distilled"] + int(log is not None and not log.get("diverged")),
             "accepted": before["accepted"] + int(bool(log and log.get("guard_chose"))),
         }
 

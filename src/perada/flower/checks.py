@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from flwr.app import RecordDict
 
 from ..config import in_keys
-from ..lanes import LaneModel, State
-from ..methods import Method, declared_upload
+from ..lanes import State
 from ..server.checks import check_upload_values
-from .messages import Refused, flat, unflat, unpack
+from .messages import Refused, unpack
 
 Number = float | list[float] | None
 
@@ -17,12 +16,6 @@ Number = float | list[float] | None
 def why_not(error: Exception) -> str:
     """Returns why a reply is refused. A reply that breaks its reader is the site's fault, and does not end the run."""
     return in_keys(str(error)) if isinstance(error, Refused) else f"it cannot be read ({type(error).__name__})"
-
-
-def expected_upload(method: Method, model: LaneModel, broadcast: State) -> State:
-    """Returns the reference for an upload: the broadcast's values where it has the name, else the declared values."""
-    declared, known = flat(declared_upload(method, model)), flat(broadcast)
-    return unflat({name: known.get(name, tensor) for name, tensor in declared.items()})
 
 
 def checked_upload(content: RecordDict, reference: State, bound: float) -> State:

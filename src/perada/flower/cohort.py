@@ -19,9 +19,9 @@ from ..client.scores import Scores
 from ..errors import InputError, RunError
 from ..experiment import Experiment
 from ..lanes import State, stack
-from ..methods import Judge
+from ..methods import Judge, expected_upload
 from ..runs.moment import Moment
-from .checks import checked_upload, expected_upload, guard_losses, mean_loss, sample_count, why_not
+from .checks import checked_upload, guard_losses, mean_loss, sample_count, why_not
 from .link import RESUME, Clock, Link
 from .messages import Numbers, Refused, Request, message, one_line, read_numbers, read_reply, read_request
 from .records import Diary
