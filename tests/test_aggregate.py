@@ -24,9 +24,9 @@ from perada.config import build
 from perada.errors import InputError
 from perada.lanes import State, gather, join, merge, mix, stack
 from perada.methods import REGISTRY
-from perada.server.aggregate import HISTORY, Rule, clipped, positive
+from perada.server.aggregate import CLIP, HISTORY, Rule, clipped, positive
 
-CLIP, TRIM, MEDIAN = Rule("norm_clip"), Rule("trimmed_mean"), Rule("median")
+NORM, TRIM, MEDIAN = Rule("norm_clip"), Rule("trimmed_mean"), Rule("median")
 
 
 def vectors(lanes: int, seed: int, size: int = 40) -> Tensor:
@@ -43,9 +43,10 @@ def test_the_rules_are_byzfls(lanes: int, seed: int) -> None:
     assert_close_norm(MEDIAN.of_lanes(x)[0], torch.from_numpy(byzfl.Median()(x.numpy())))
     distances = x.norm(dim=1)
     bound = float(distances.median())
-    ours, norms = clipped(State({"w": 2 + x}), State({"w": torch.full((1, 40), 2.0).double()}), {})
-    assert_close_norm(ours.params["w"] - 2, torch.from_numpy(byzfl.Clipping(c=bound)(x.numpy().copy())))
-    assert norms["params"] == pytest.approx([bound])
+    ours = clipped(State({"w": 2 + x}), State({"w": torch.full((1, 40), 2.0).double()}), {})
+    near = [k for k in range(lanes) if k not in ours.left_out]
+    assert_close_norm(ours.states.params["w"] - 2, torch.from_numpy(byzfl.Clipping(c=CLIP * bound)(x.numpy()[near])))
+    assert ours.norms["params"] == pytest.approx([bound])
 
 
 def test_a_rule_leaves_out_as_many_as_the_share_says() -> None:
@@ -62,13 +63,16 @@ def state(lanes: int, seed: int) -> State:
 def test_parts_are_clipped_separately_and_short_updates_are_left_alone() -> None:
     reference, uploads = state(1, 1), state(5, 2)
     uploads.params["c/w"][3] *= 1e6
-    ours, norms = clipped(uploads, reference, {})
-    assert norms.keys() == {"params", "params/c", "buffers"}
+    uploads.params["w"][2] = reference.params["w"][0] + 9.0
+    done = clipped(uploads, reference, {})
+    ours = done.states
+    assert done.norms.keys() == {"params", "params/c", "buffers"}
     distances = (uploads.params["w"] - reference.params["w"]).norm(dim=1)
-    short = distances <= distances.median()
+    short = distances <= CLIP * distances.median()
     assert torch.equal(ours.params["w"][short], uploads.params["w"][short]), "bit for bit"
     new = (ours.params["w"] - reference.params["w"]).norm(dim=1)
-    assert torch.allclose(new[~short], distances.median())
+    assert torch.allclose(new[~short], CLIP * distances.median())
+    assert 0 < short.sum() < len(short)
     assert (ours.params["c/w"] - reference.params["c/w"]).norm(dim=1).max() < 100
 
 
@@ -78,29 +82,40 @@ def test_the_bound_remembers_the_rounds_before() -> None:
     honest = State({"w": torch.ones(3, 4)})
     norms: dict[str, list[float]] = {}
     for _ in range(HISTORY + 5):
-        _, norms = clipped(honest, reference, norms)
+        norms = dict(clipped(honest, reference, norms).norms)
     assert norms == {"params": [2.0] * HISTORY}
-    ours, norms = clipped(State({"w": torch.tensor([[1.0], [500.0], [500.0]]).expand(3, 4)}), reference, norms)
-    assert ours.params["w"].max() == 1.0
-    assert norms["params"][-1] == 1000.0
-    ours, _ = clipped(State({"w": torch.full((2, 4), 1e38)}), reference, {"params": [2.0] * HISTORY})
-    assert torch.allclose(ours.params["w"], torch.ones(2, 4)), "no overflow on the way"
+    done = clipped(State({"w": torch.tensor([[1.0], [500.0], [500.0]]).expand(3, 4)}), reference, norms)
+    assert done.states.params["w"].max() == CLIP
+    assert done.norms["params"][-1] == 1000.0
+    done = clipped(State({"w": torch.full((2, 4), 1e38)}), reference, norms)
+    assert torch.allclose(done.states.params["w"], torch.full((2, 4), CLIP)), "no overflow on the way"
+
+
+def test_an_upload_far_beyond_the_median_is_left_out_and_named() -> None:
+    uploads = State({"w": torch.tensor([[1.0], [1.2], [-5.0], [2.9]]).expand(4, 4)})
+    done = clipped(uploads, State({"w": torch.zeros(1, 4)}), {})
+    assert done.left_out == {2: "its update is 4.17 times as long as the median"}
+    assert done.states.params["w"][:, 0].tolist() == pytest.approx([1.0, 1.2, CLIP * 1.2])
+    sim = hostile(build(small(method__name="fedavg", train__cohort=4, train__aggregate="norm_clip")), far)
+    sim.round()
+    assert list(sim.now.last["refused"]) == ["client-01"]
+    assert sim.evaluate().refused.keys() == {"client-01"}  # type: ignore[union-attr]
 
 
 def test_a_variance_stays_positive_with_every_rule() -> None:
     reference, uploads = state(1, 3), state(5, 4)
     uploads.buffers["n.running_var"][:4] *= -30
-    for rule in (CLIP, TRIM, MEDIAN):
-        admitted, _ = rule.admit(uploads, reference, {})
-        assert (rule.mean(admitted).buffers["n.running_var"] > 0).all()
+    for rule in (NORM, TRIM, MEDIAN):
+        admitted = rule.admit(uploads, reference, {})
+        assert (rule.mean(admitted.states).buffers["n.running_var"] > 0).all()
     healthy = state(5, 5)
     assert_same_tensors(positive(healthy, reference).buffers, healthy.buffers)
 
 
 def test_samples_count_at_most_twice_the_median_where_uploads_are_clipped() -> None:
-    assert CLIP.weights([10.0, 20.0, 1e6]) == [10.0, 20.0, 40.0]
+    assert NORM.weights([10.0, 20.0, 1e6]) == [10.0, 20.0, 40.0]
     assert Rule().weights([10.0, 20.0, 1e6]) == [10.0, 20.0, 1e6]
-    assert CLIP.weights(None) is None
+    assert NORM.weights(None) is None
     for kind in ("trimmed_mean", "median"):
         with pytest.raises(InputError, match=rf"Train.aggregate={kind} takes all clients alike"):
             Train(aggregate=kind, weighting="samples")
@@ -165,8 +180,8 @@ def test_an_attack_of_byzfl_moves_the_average_no_further_than_the_clients_disagr
     """Two of ten clients follow the attack on the others' updates."""
     x, reference = 1 + 0.3 * vectors(8, 0), torch.zeros(1, 40, dtype=torch.float64)
     all_ten = State({"w": torch.cat([x, attack(x).expand(2, -1)])})
-    admitted, _ = Rule(kind).admit(all_ten, State({"w": reference}), {})
-    moved = (Rule(kind).mean(admitted).params["w"] - x.mean(0)).norm()
+    admitted = Rule(kind).admit(all_ten, State({"w": reference}), {})
+    moved = (Rule(kind).mean(admitted.states).params["w"] - x.mean(0)).norm()
     assert moved <= (x - x.mean(0)).norm(dim=1).mean()
 
 
@@ -195,8 +210,8 @@ def test_a_part_that_is_joined_is_clipped_against_zeros() -> None:
     w = State({"w": torch.ones(3, 4)})
     both = merge(w, join(dc=State({"w": torch.tensor([[1.0], [2.0], [1e6]]).expand(3, 4)})))
     reference = merge(State({"w": torch.ones(1, 4)}), join(dc=State({"w": torch.zeros(1, 4)})))
-    ours, _ = clipped(both, reference, {})
-    assert ours.params["dc/w"][:, 0].tolist() == pytest.approx([1.0, 2.0, 2.0])
+    ours = clipped(both, reference, {}).states
+    assert ours.params["dc/w"][:, 0].tolist() == pytest.approx([1.0, 2.0, 2 * CLIP])
     assert mix(w, w, torch.ones(3)).lanes == 3
 
 
@@ -213,7 +228,7 @@ def choice(rule: Rule, rows: list[list[float]]) -> int:
 HONEST = [[1.0] * 9, [0.8 + 0.01 * k for k in range(9)], [0.9] * 9]  # nine judges prefer the second
 
 
-@pytest.mark.parametrize("rule", [Rule(), CLIP, TRIM, MEDIAN])
+@pytest.mark.parametrize("rule", [Rule(), NORM, TRIM, MEDIAN])
 @pytest.mark.parametrize(
     "said",
     [
@@ -231,13 +246,13 @@ def test_a_hostile_judge_does_not_dictate_the_choice(rule: Rule, said: list[floa
     assert choice(rule, [[*row, x] for row, x in zip(HONEST, said, strict=True)]) == 1
 
 
-@pytest.mark.parametrize("rule", [CLIP, TRIM, MEDIAN])
+@pytest.mark.parametrize("rule", [NORM, TRIM, MEDIAN])
 def test_two_of_ten_judges_do_not_dictate_with_a_robust_rule(rule: Rule) -> None:
     rows = [[*row[:8], x, x] for row, x in zip(HONEST, (0.0, 15.0, 10.0), strict=True)]
     assert choice(rule, rows) == 1
 
 
-@pytest.mark.parametrize("rule", [Rule(), CLIP, TRIM, MEDIAN])
+@pytest.mark.parametrize("rule", [Rule(), NORM, TRIM, MEDIAN])
 def test_a_candidate_that_most_judges_cannot_score_is_out(rule: Rule) -> None:
     """One overflowed at the clients, though its weights are finite: that silences nobody about the others."""
     nan = math.nan

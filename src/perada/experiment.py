@@ -163,8 +163,9 @@ class Experiment:
     def update(self, uploads: Uploads) -> None:
         """Ends the round at the server: the method proposes, the guard scores and chooses."""
         with self._timed():
-            now, report = self.now, uploads.report
+            now = self.now
             uploads, memory = self._admit(uploads)
+            report = uploads.report
             state, broadcast, log = self._at_server(uploads) if uploads.clients else (now.server, now.broadcast, None)
             self.now = Moment(
                 round=now.round + 1,
@@ -212,8 +213,8 @@ class Experiment:
             if self.rule.kind == "mean" or not uploads.states.lanes:
                 return uploads, memory
             reference = expected_upload(self.method, self.model, self.now.broadcast)
-            states, norms = self.rule.admit(uploads.states, reference, memory.get(NORMS, {}))
-            return replace(uploads, states=states, weights=self.rule.weights(uploads.weights)), {NORMS: norms}
+            uploads, norms = uploads.admitted(self.rule, reference, memory.get(NORMS, {}))
+            return uploads, {NORMS: norms} if norms else {}
         idle = self.now.memory.get(IDLE, 0) + 1
         if idle >= PATIENCE:
             raise Diverged(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -14,6 +14,7 @@ from ..errors import InputError
 from ..lanes import LaneModel, State, bytes_per_lane, gather, repeat, scatter
 from ..lanes.machine import free_memory, precision_of
 from ..methods import Finisher, Judge, Method, check_upload
+from ..server.aggregate import Norms, Rule
 from .scores import Scores, personal_scores
 from .trainer import Train, Trainer
 
@@ -44,11 +45,27 @@ class Uploads:
     """What a round's clients sent. A client whose training stopped being finite has no part in it."""
 
     states: State  # one lane per client, in the order of the guard's judges
-    clients: int  # the number of clients; 0 if nobody's training stayed finite
+    names: Sequence[str]  # of those clients; none if nobody's training stayed finite
     report: Report
     weights: Sequence[float] | None = None  # samples per client, if the mean is weighted
     kept: State | None = None  # what all clients keep now, if they are on this machine
     scores: Mapping[str, Scores] | None = None  # of the broadcast, if they came with the uploads
+
+    @property
+    def clients(self) -> int:
+        return len(self.names)
+
+    def admitted(self, rule: Rule, reference: State, norms: Norms) -> tuple[Uploads, Norms]:
+        """Returns the uploads as the rule lets them take part, with the refused in the report, and new norms."""
+        admission = rule.admit(self.states, reference, norms)
+        weights, out = rule.weights(self.weights), admission.left_out
+        refused = {**self.report.refused, **{self.names[k]: why for k, why in out.items()}}
+        return replace(
+            self,
+            states=admission.states,
+            weights=weights and [w for k, w in enumerate(weights) if k not in out],
+            report=replace(self.report, refused=refused),
+        ), admission.norms
 
 
 class Cohort(Protocol):
@@ -123,7 +140,7 @@ class LocalCohort:
         loss = float(np.mean([losses[k] for k in good])) if good else None
         return Uploads(
             states,
-            len(good),
+            [self.names[c] for c in trainer.clients],
             Report(loss, tuple(self.names[sampled[k]] for k in bad)),
             sizes if self.options.weighting == "samples" else None,
             scatter(now.kept, sampled, kept) if kept.lanes else now.kept,

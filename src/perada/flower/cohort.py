@@ -84,7 +84,7 @@ class FlowerCohort:
         )
         states, weights = stack(*(a.upload for a in uploads)), [a.samples for a in uploads]
         scores = self._scores(answers) if evaluate else None
-        return Uploads(states, len(uploads), report, weights if self.by_samples else None, scores=scores)
+        return Uploads(states, self.uploaded, report, weights if self.by_samples else None, scores=scores)
 
     def score(self, now: Moment, candidates: State) -> Tensor:
         """Returns the guard's losses of the sites that uploaded; NaN where no good answer came in time."""
