@@ -56,7 +56,14 @@ from perada.runs.moment import Moment
 from perada.server.checks import Refused, check_upload_values
 
 CLIENTS, BOUND = 10, 100.0  # the bound is the default of a network's norm_bound
-SETTINGS = {"data.clients": CLIENTS, "train.cohort": 0, "run.shifts": False, "data.server_val": 0.0}
+SETTINGS = {
+    "data.clients": CLIENTS,
+    "data.alpha": 1.0,
+    "train.epochs": 1,
+    "train.cohort": 0,
+    "run.shifts": False,
+    "data.server_val": 0.0,
+}
 Tensors = dict[str, Tensor]
 
 
