@@ -58,7 +58,7 @@ class Watch(Callback):
         self.bar.start()  # not before: a refused setting prints one line and no bar
         for name in map(printable, progress.failed):
             self.bar.console.print(
-                f"warning: {name}: training stopped being finite in round {progress.round}; its last state is kept"
+                f"warning: {name}: training stopped being finite in round {progress.round}, which goes on without it"
             )
         shown = progress.row.brief() if progress.row else progress.stage if progress.round == 0 else None
         self.bar.update(self.rounds, description=shown, total=progress.rounds, completed=progress.round, visible=True)

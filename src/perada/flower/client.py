@@ -254,7 +254,7 @@ def _train(work: Work, request: Request, received: State) -> RecordDict:
     if entry is None:
         now = replace(work.experiment.now, round=request.round, broadcast=received, kept=kept)
         uploads = work.cohort.train(now, [0])
-        entry = _saved(work, request, seen, uploads.kept or State(), uploads.states, uploads.report())
+        entry = _saved(work, request, seen, uploads.kept or State(), uploads.states, uploads.report)
     numbers["loss"] = float(entry.said["loss"])
     if work.config.train.weighting == "samples":
         numbers["samples"] = float(len(work.federation.clients[0].train))

@@ -19,9 +19,9 @@ from ..client.scores import Scores
 from ..errors import InputError, RunError
 from ..experiment import Experiment
 from ..lanes import State, stack
-from ..methods import Judge
+from ..methods import Judge, expected_upload
 from ..runs.moment import Moment
-from .checks import checked_upload, expected_upload, guard_losses, mean_loss, sample_count, why_not
+from .checks import checked_upload, guard_losses, mean_loss, sample_count, why_not
 from .link import RESUME, Clock, Link
 from .messages import Numbers, Refused, Request, message, one_line, read_numbers, read_reply, read_request
 from .records import Diary
@@ -84,7 +84,7 @@ class FlowerCohort:
         )
         states, weights = stack(*(a.upload for a in uploads)), [a.samples for a in uploads]
         scores = self._scores(answers) if evaluate else None
-        return Uploads(states, len(uploads), lambda: report, weights if self.by_samples else None, scores=scores)
+        return Uploads(states, self.uploaded, report, weights if self.by_samples else None, scores=scores)
 
     def score(self, now: Moment, candidates: State) -> Tensor:
         """Returns the guard's losses of the sites that uploaded; NaN where no good answer came in time."""

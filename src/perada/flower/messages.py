@@ -17,13 +17,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from ..lanes import State
+from ..server.checks import Refused as Refused
+from ..server.checks import check_finite
 
 STATE, FORMAT = "state", "safetensors"  # the name and the type of the one array
 Numbers = Mapping[str, float | list[float]]
-
-
-class Refused(Exception):
-    """A message that is not believed. The text says why, in words that anybody may read."""
 
 
 def one_line(text: str | None) -> str:
@@ -66,7 +64,7 @@ class Reply(Subject):
     site: str
     error: str = ""  # why it did not do what was asked
     needs: str = ""  # "weights": it does not have the server's backbone yet
-    failed: bool = False  # its training stopped being finite; the state is the last finite one
+    failed: bool = False  # its training stopped being finite; then it sends no state
 
 
 Words = TypeVar("Words", Request, Reply)
@@ -146,9 +144,9 @@ def _tensors(content: RecordDict) -> dict[str, Tensor]:
 
 
 def unpack(content: RecordDict, like: State, lanes: int = 1, finite: bool = True) -> State:
-    """Returns the state of a message if it has exactly the names, shapes and dtypes of `like`, and finite numbers.
+    """Returns the state of a message if it has exactly the names, shapes and dtypes of `like`.
 
-    `like` has one lane; the result is on its device.
+    `like` has one lane; the result is on its device. finite: refuses numbers that are not finite.
     """
     expected, tensors = flat(like), _tensors(content)
     missing, more = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
@@ -162,9 +160,10 @@ def unpack(content: RecordDict, like: State, lanes: int = 1, finite: bool = True
             raise Refused(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
         if tensor.dtype != one.dtype:
             raise Refused(f"{name} has dtype {_name(tensor.dtype)}, not {_name(one.dtype)}")
-        if finite and not tensor.isfinite().all():
-            raise Refused(f"{name} holds values that are not finite")
-    return unflat({name: tensors[name].to(one.device) for name, one in expected.items()})
+    state = unflat({name: tensors[name].to(one.device) for name, one in expected.items()})
+    if finite:
+        check_finite(state)
+    return state
 
 
 def _some(names: Iterable[str]) -> str:
