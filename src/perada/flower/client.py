@@ -254,11 +254,17 @@ def _train(work: Work, request: Request, received: State) -> RecordDict:
     if entry is None:
         now = replace(work.experiment.now, round=request.round, broadcast=received, kept=kept)
         uploads = work.cohort.train(now, [0])
-        entry = _saved(work, request, seen, uploads.kept or State(), uploads.states, uploads.report())
-    numbers["loss"] = float(entry.said["loss"])
+        report = uploads.report()
+        after, upload = uploads.kept or State(), uploads.states
+        if report.failed:  # it keeps what it had, and there is nothing to send
+            after, upload = kept, State()
+        entry = _saved(work, request, seen, after, upload, report)
+    if entry.said["loss"] is not None:
+        numbers["loss"] = float(entry.said["loss"])
     if work.config.train.weighting == "samples":
         numbers["samples"] = float(len(work.federation.clients[0].train))
-    return work.site.reply(request, entry.upload, numbers, failed=bool(entry.said["failed"]))
+    failed = bool(entry.said["failed"])
+    return work.site.reply(request, None if failed else entry.upload, numbers, failed=failed)
 
 
 def _finish(work: Work, request: Request, received: State) -> RecordDict:

@@ -36,7 +36,7 @@ class Answer:
     """What a site answered, checked."""
 
     numbers: Numbers
-    failed: bool  # its training diverged
+    failed: bool  # its training diverged: it has no upload
     upload: State = field(default_factory=State)
     samples: float = 0.0  # where the mean is weighted by them
     losses: Sequence[float] = ()  # of the guard's candidates
@@ -74,11 +74,11 @@ class FlowerCohort:
         evaluate, self.due = self.due, False
         cohort = [self.sites[m] for m in sampled]
         answers, refused = self._collect(now, "train", cohort, evaluate)
-        self.uploaded = sorted(s for s in cohort if s in answers)
+        self.uploaded = [s for s in cohort if s in answers and not answers[s].failed]
         uploads = [answers[s] for s in self.uploaded]
         report = Report(
             mean_loss(a.numbers.get("loss") for a in uploads),
-            tuple(s for s in self.uploaded if answers[s].failed),
+            tuple(s for s in cohort if s in answers and answers[s].failed),
             tuple(s for s in cohort if s not in answers),
             {s: why for s, why in refused.items() if s not in answers},
         )
@@ -176,12 +176,18 @@ class FlowerCohort:
             good, bad = self._ask(now, {**messages, **weights}, limit)
             answers |= {s: a for s, a in good.items() if s in messages}
             refused |= {s: why for s, why in bad.items() if s in messages}
-            done = [s for s in cohort if s in answers]
+            done = [s for s in cohort if s in answers and not (train and answers[s].failed)]
             if len(done) >= needed:
                 return answers, refused
             self.diary.tell("", "short", f"{len(done)} of at least {needed} {what}, attempt {attempt + 1}")
-        away = ", ".join(s for s in cohort if s not in answers)
-        problem = f"{stage}: {len(done)} good {what}, {needed} needed (Rounds.min_sites); without one: {away}"
+            if all(s in answers for s in cohort):  # asked again, a site whose training diverged says so again
+                break
+        problem = f"{stage}: {len(done)} good {what}, {needed} needed (Rounds.min_sites)"
+        for why, sites in (
+            ("without one", [s for s in cohort if s not in answers]),
+            ("their training diverged", [s for s in cohort if s in answers and s not in done]),
+        ):
+            problem += f"; {why}: {', '.join(sites)}" if sites else ""
         raise RunError(problem, RESUME)
 
     def _ask(self, now: Moment, messages: Mapping[str, RecordDict], within: float) -> tuple[Answers, dict[str, str]]:
@@ -211,7 +217,9 @@ class FlowerCohort:
             raise Refused("it needs the weights again")
         if request.kind == "weights":
             self.link.needs.discard(site)
-        if request.kind == "train":
+        if reply.failed and request.kind == "train":  # an older site sends its last finite state, which is not used
+            self.diary.tell(site, "diverged", "its training stopped being finite: it has no upload in this round")
+        elif request.kind == "train":
             reference = expected_upload(self.experiment.method, self.experiment.model, now.broadcast)
             answer.upload = checked_upload(content, reference, self.limits.norm_bound)
             if self.by_samples:

@@ -64,7 +64,7 @@ class Reply(Subject):
     site: str
     error: str = ""  # why it did not do what was asked
     needs: str = ""  # "weights": it does not have the server's backbone yet
-    failed: bool = False  # its training stopped being finite; the state is the last finite one
+    failed: bool = False  # its training stopped being finite: there is no upload
 
 
 Words = TypeVar("Words", Request, Reply)
