@@ -21,6 +21,7 @@ from ..experiment import Experiment
 from ..lanes import State, stack
 from ..methods import Judge
 from ..runs.moment import Moment
+from ..server.checks import unlike_others
 from .checks import checked_upload, expected_upload, guard_losses, mean_loss, sample_count, why_not
 from .link import RESUME, Clock, Link
 from .messages import Numbers, Refused, Request, message, one_line, read_numbers, read_reply, read_request
@@ -175,6 +176,8 @@ class FlowerCohort:
             self.experiment.mark("sending" if train else "finishing", now.round)
             good, bad = self._ask(now, {**messages, **weights}, limit)
             answers |= {s: a for s, a in good.items() if s in messages}
+            if train:
+                bad |= self._unlike(now, answers)
             refused |= {s: why for s, why in bad.items() if s in messages}
             done = [s for s in cohort if s in answers and not (train and answers[s].failed)]
             if len(done) >= needed:
@@ -189,6 +192,16 @@ class FlowerCohort:
         ):
             problem += f"; {why}: {', '.join(sites)}" if sites else ""
         raise RunError(problem, RESUME)
+
+    def _unlike(self, now: Moment, answers: Answers) -> dict[str, str]:
+        """Removes the uploads that are absurd beside the others' (`unlike_others`); returns why."""
+        sites = [s for s in answers if answers[s].upload.lanes]
+        reference = expected_upload(self.experiment.method, self.experiment.model, now.broadcast)
+        found = unlike_others(stack(*(answers[s].upload for s in sites)), reference) if sites else {}
+        for lane, why in found.items():
+            del answers[sites[lane]]
+            self.diary.tell(sites[lane], "refused", f"train: {why}")
+        return {sites[lane]: why for lane, why in found.items()}
 
     def _ask(self, now: Moment, messages: Mapping[str, RecordDict], within: float) -> tuple[Answers, dict[str, str]]:
         """Sends each site its message; returns the answers that pass every check, and why others were refused."""
