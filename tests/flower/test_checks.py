@@ -73,7 +73,7 @@ def test_a_channel_that_is_dead_at_most_sites_may_live_at_one() -> None:
 
 def test_a_refused_upload_is_left_out_of_the_round(tmp_path: Path) -> None:
     """A variance of -30 times itself, and one of 900 times the others'; each was accepted once."""
-    world = make_world(tmp_path, train__cohort=0, train__rounds=2, distill__steps=0)
+    world = make_world(tmp_path, {"norm_bound": 1e4}, train__cohort=0, train__rounds=2, distill__steps=0)
 
     def meddle(site: str, kind: str, round: int, reply: Message) -> Message:
         if (site, kind) == ("west", "train"):
