@@ -24,7 +24,7 @@ from ..runs.moment import Moment
 from ..server.checks import unlike_others
 from .checks import checked_upload, expected_upload, guard_losses, mean_loss, sample_count, why_not
 from .link import RESUME, Clock, Link
-from .messages import Numbers, Refused, Request, message, one_line, read_numbers, read_reply, read_request
+from .messages import Numbers, Refused, Request, message, most_bytes, one_line, read_numbers, read_reply, read_request
 from .records import Diary
 from .settings import Plan
 
@@ -193,11 +193,13 @@ class FlowerCohort:
             problem += f"; {why}: {', '.join(sites)}" if sites else ""
         raise RunError(problem, RESUME)
 
+    def _expected(self, now: Moment) -> State:
+        return expected_upload(self.experiment.method, self.experiment.model, now.broadcast)
+
     def _unlike(self, now: Moment, answers: Answers) -> dict[str, str]:
         """Removes the uploads that are absurd beside the others' (`unlike_others`); returns why."""
         sites = [s for s in answers if answers[s].upload.lanes]
-        reference = expected_upload(self.experiment.method, self.experiment.model, now.broadcast)
-        found = unlike_others(stack(*(answers[s].upload for s in sites)), reference) if sites else {}
+        found = unlike_others(stack(*(answers[s].upload for s in sites)), self._expected(now)) if sites else {}
         for lane, why in found.items():
             del answers[sites[lane]]
             self.diary.tell(sites[lane], "refused", f"train: {why}")
@@ -206,9 +208,12 @@ class FlowerCohort:
     def _ask(self, now: Moment, messages: Mapping[str, RecordDict], within: float) -> tuple[Answers, dict[str, str]]:
         """Sends each site its message; returns the answers that pass every check, and why others were refused."""
         answers, refused = Answers(), dict[str, str]()
-        for site, content in sorted(self.link.exchange(messages, within).items()):
+        upload = most_bytes(self._expected(now))
+        for site, content in sorted(self.link.exchange(messages, within, upload).items()):
             request = read_request(messages[site])
             try:
+                if isinstance(content, Refused):
+                    raise content
                 answers[site] = self._checked(now, site, request, content)
             except Exception as error:
                 refused[site] = why_not(error)
@@ -233,8 +238,7 @@ class FlowerCohort:
         if reply.failed and request.kind == "train":  # an older site sends its last finite state, which is not used
             self.diary.tell(site, "diverged", "its training stopped being finite: it has no upload in this round")
         elif request.kind == "train":
-            reference = expected_upload(self.experiment.method, self.experiment.model, now.broadcast)
-            answer.upload = checked_upload(content, reference, self.limits.norm_bound)
+            answer.upload = checked_upload(content, self._expected(now), self.limits.norm_bound)
             if self.by_samples:
                 answer.samples = sample_count(answer.numbers.get("samples"), self.limits.max_samples)
         if request.kind == "score":
