@@ -1,17 +1,20 @@
 """The checks of what a site reports: its upload and its numbers."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from statistics import median
 
 from flwr.app import RecordDict
 
 from ..config import in_keys
 from ..lanes import LaneModel, State
 from ..methods import Method, declared_upload
-from ..server.checks import check_upload_values
+from ..server.checks import MIN_OTHERS, check_upload_values
 from .messages import Refused, flat, unflat, unpack
 
 Number = float | list[float] | None
+SHARE = 5.0  # a site weighs at most this many times as much as the median of a round's sites
+MAX_LOSS = 1e6
 
 
 def why_not(error: Exception) -> str:
@@ -41,13 +44,28 @@ def sample_count(value: Number, limit: int) -> float:
     return value
 
 
+def clipped_samples(claims: Mapping[str, float]) -> dict[str, float]:
+    """Returns the claims that are above `SHARE` times the median of all, and what is believed instead.
+
+    Fewer than three claims say nothing about each other: `Rounds.max_samples` is their only bound.
+    """
+    most = SHARE * median(claims.values()) if len(claims) >= MIN_OTHERS else math.inf
+    return {site: most for site, claim in claims.items() if claim > most}
+
+
 def guard_losses(value: Number, candidates: int) -> list[float]:
-    """Returns a site's losses of the guard's candidates; NaN is an abstention."""
+    """Returns a site's losses of the guard's candidates.
+
+    A site has an opinion on all candidates or on none: with a NaN among its losses all are NaN. A loss above
+    `MAX_LOSS` says that a candidate is useless, and no number says more.
+    """
     if not isinstance(value, list) or len(value) != candidates:
         raise Refused(f"{candidates} losses were asked for")
     if any(x < 0 or math.isinf(x) for x in value):
         raise Refused("a loss is negative or infinite")
-    return value
+    if any(math.isnan(x) for x in value):
+        return [math.nan] * candidates
+    return [min(x, MAX_LOSS) for x in value]
 
 
 def mean_loss(values: Iterable[Number]) -> float | None:

@@ -30,6 +30,7 @@ from ..lanes.machine import device_of
 from ..methods import Finisher, Judge
 from ..models import Backbone, backbone
 from ..runs.folder import write_atomic
+from .checks import MAX_LOSS
 from .messages import Numbers, Refused, Reply, Request, digest, message, read_request, unpack
 from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id
 from .site_data import public_test, site_federation
@@ -298,7 +299,8 @@ def _score(work: Work, request: Request, content: RecordDict) -> RecordDict:
     judged = len(experiment.distill.judged())
     candidates = unpack(content, experiment.now.broadcast, judged, finite=False)  # one that diverged loses by its loss
     losses = experiment.method.client_score(work.cohort.trainer_of([0], request.round), candidates)[:, 0]
-    losses = losses.nan_to_num(nan=math.nan, posinf=torch.finfo(losses.dtype).max)  # the server refuses infinity
+    if not losses.isnan().all():  # it has data: a loss that is not finite is the candidate's fault
+        losses = losses.nan_to_num(nan=MAX_LOSS, posinf=MAX_LOSS).clamp(max=MAX_LOSS)
     return work.site.reply(request, numbers={"losses": losses.tolist()})
 
 

@@ -22,7 +22,7 @@ from ..lanes import State, stack
 from ..methods import Judge
 from ..runs.moment import Moment
 from ..server.checks import unlike_others
-from .checks import checked_upload, expected_upload, guard_losses, mean_loss, sample_count, why_not
+from .checks import checked_upload, clipped_samples, expected_upload, guard_losses, mean_loss, sample_count, why_not
 from .link import RESUME, Clock, Link
 from .messages import Numbers, Refused, Request, message, most_bytes, one_line, read_numbers, read_reply, read_request
 from .records import Diary
@@ -63,6 +63,7 @@ class FlowerCohort:
         self.clock = Clock.start(self.limits.deadline_s)  # each try of a round starts its own
         self.uploaded: list[str] = []  # the sites of the last round
         self.final: Answers | None = None  # of the last stage
+        self.told: set[tuple[str, float]] = set()  # claims of samples that were cut
         self.due = False  # whether the next round's messages ask for scores
 
     @property
@@ -83,9 +84,18 @@ class FlowerCohort:
             tuple(s for s in cohort if s not in answers),
             {s: why for s, why in refused.items() if s not in answers},
         )
-        states, weights = stack(*(a.upload for a in uploads)), [a.samples for a in uploads]
+        weights = self._weighed({s: answers[s].samples for s in self.uploaded}) if self.by_samples else None
         scores = self._scores(answers) if evaluate else None
-        return Uploads(states, len(uploads), lambda: report, weights if self.by_samples else None, scores=scores)
+        return Uploads(stack(*(a.upload for a in uploads)), len(uploads), lambda: report, weights, scores=scores)
+
+    def _weighed(self, claims: dict[str, float]) -> list[float]:
+        """Returns the samples of each site that uploaded; a claim far above the others' is cut and reported once."""
+        cut = clipped_samples(claims)
+        for site, most in cut.items():
+            if (site, claims[site]) not in self.told:
+                self.told.add((site, claims[site]))
+                self.diary.tell(site, "cut", f"it says it has {claims[site]:.6g} samples: counted as {most:.6g}")
+        return list({**claims, **cut}.values())
 
     def score(self, now: Moment, candidates: State) -> Tensor:
         """Returns the guard's losses of the sites that uploaded; NaN where no good answer came in time."""
