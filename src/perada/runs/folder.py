@@ -218,8 +218,8 @@ def _round(checkpoint: Path) -> int:
 
 
 class RunFolder:
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, keep: int = KEEP) -> None:
+        self.path, self.keep = path, keep  # keep: how many checkpoints stay
         self.checkpoints = path / "checkpoints"
         self._hashes: dict[str, str] = {}  # file name -> sha256 in the newest checkpoint
         self._newest: Path | None = None
@@ -361,7 +361,7 @@ class RunFolder:
         except OSError as error:
             raise OSError(f"cannot write {target}: {error.strerror}") from error
         self._hashes, self._newest = hashes, target
-        for old in self._checkpoints()[:-KEEP]:
+        for old in self._checkpoints()[: -self.keep]:
             shutil.rmtree(old)
 
     def _link(self, name: str, part: Path) -> bool:
@@ -390,10 +390,17 @@ class RunFolder:
         paths = self._named()
         return _round(paths[-1]) if paths else None
 
-    def load(self) -> tuple[Checkpoint | None, list[str]]:
-        """Returns the newest whole checkpoint, and a line about each damaged one that was skipped."""
+    def load(self, round: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+        """Returns the newest whole checkpoint, and a line about each damaged one that was skipped.
+
+        round: returns the checkpoint after so many rounds and no other.
+        """
         warnings: list[str] = []
-        for path in reversed(self._checkpoints()):
+        paths = self._checkpoints()
+        if round is not None and round not in map(_round, paths):
+            known = ", ".join(str(_round(p)) for p in paths) or "none"
+            raise InputError(f"{self.path} has no checkpoint after round {round} (it has: {known})")
+        for path in reversed([p for p in paths if round in (None, _round(p))]):
             try:
                 return self._read(path), warnings
             except (InputError, OSError, ValueError, KeyError) as error:
@@ -401,6 +408,14 @@ class RunFolder:
         if warnings:
             raise InputError(f"{self.path}: no checkpoint is whole ({warnings[0]}): remove that folder and train again")
         return None, warnings
+
+    def undo(self, round: int) -> None:
+        """Removes every checkpoint after `round`, the newest first, and what was measured and written after it."""
+        for path in reversed([p for p in self._checkpoints() if _round(p) > round]):
+            shutil.rmtree(path)
+        self.cut_metrics(round)
+        for name in ("summary.json", "report.html"):
+            (self.path / name).unlink(missing_ok=True)
 
     def _read(self, path: Path) -> Checkpoint:
         note, states = read_states(path, {"round": int, "note": dict})
