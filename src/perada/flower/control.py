@@ -134,9 +134,10 @@ class Control:
         finally:
             copy.unlink(missing_ok=True)
 
-    def start(self, app: Path, run: str, resume: bool, after: str) -> str:
+    def start(self, app: Path, run: str, resume: bool, after: str, back: int | None = None) -> str:
         """Starts a run of the app; returns its number at Flower."""
         config = f"run={toml_value(run)} resume={toml_value(resume)} continue-from={toml_value(after)}"
+        config += "" if back is None else f" from-round={back}"
         return str(self.call("run", str(app), LINK, "--run-config", config)["run-id"])
 
     def run_status(self, number: str) -> str:
@@ -155,24 +156,40 @@ class Control:
 
 
 class Follower:
-    """Reports what the files of a run say, each thing once; skips what an earlier try of the run left."""
+    """Reports what the files of a run say, each thing once; skips what an earlier try of the run left.
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+    back: the run goes back to this round; nothing is reported before it has.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None], back: int | None = None) -> None:
         self.folder, self.say = folder, say
-        self.rows, self.events = len(RunFolder(folder).metrics()), len(self._events())
+        rounds = [row["round"] for row in RunFolder(folder).metrics()]
+        self.rows, self.events = len([r for r in rounds if back is None or r <= back]), len(self._events())
+        self.undone = -1 if back is None else self._undone(self._about())
 
     def look(self) -> dict[str, Any]:
         """Reports what is new; returns flower.json, empty before there is one."""
+        if self._undone(about := self._about()) <= self.undone:
+            return {}
         rows, events = RunFolder(self.folder).evaluations(), self._events()
         for row in rows[self.rows :]:
             self.say(f"round {row.round}: {row.brief()}")
         for event in events[self.events :]:
             self.say(f"round {event['round']}: {event['site'] or 'server'}: {event['event']}: {event['detail']}")
         self.rows, self.events = max(self.rows, len(rows)), max(self.events, len(events))
+        return about
+
+    def _about(self) -> dict[str, Any]:
         try:
             return dict(json.loads((self.folder / "flower.json").read_text("utf8")))
         except (FileNotFoundError, ValueError):
             return {}
+
+    @staticmethod
+    def _undone(about: dict[str, Any]) -> int:
+        """Returns how often a run has gone back."""
+        undone = about.get("undone")
+        return len(undone) if isinstance(undone, list) else 0
 
     def _events(self) -> list[dict[str, Any]]:
         file, events = self.folder / "events.jsonl", []

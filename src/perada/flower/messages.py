@@ -6,6 +6,7 @@ state is used only if its names, shapes and dtypes are those expected.
 """
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from ..server.checks import Refused as Refused
 from ..server.checks import check_finite
 
 STATE, FORMAT = "state", "safetensors"  # the name and the type of the one array
+UNDONE = re.compile(r"(\d{1,6}(,\d{1,6}){0,999})?")  # the field `undone` of a request
 MOST_ENTRIES, MOST_NUMBERS = 100, 1000  # of a record, and of a list in it
 Numbers = Mapping[str, float | list[float]]
 
@@ -56,6 +58,7 @@ class Request(Subject):
     start_round: int = 0  # as it was when this round of it began
     evaluate: bool = False  # whether to send the site's scores before (finish: after) the work
     within: float = 0.0  # seconds until the server stops waiting
+    undone: str = ""  # the rounds to which the run went back, such as "5,12": what was trained after them is undone
 
 
 @dataclass(frozen=True)
