@@ -33,6 +33,7 @@ class Train:
     weight_decay: float = 0.0
     clip: float = 0.0  # bound on the norm of a lane's gradient; 0 is off
     weighting: Literal["uniform", "samples"] = "uniform"  # how the server averages
+    aggregate: Literal["mean", "norm_clip", "trimmed_mean", "median"] = "mean"  # what it takes for the average
 
     def __post_init__(self) -> None:
         least = {"rounds": 1, "cohort": 0, "epochs": 1, "momentum": 0, "weight_decay": 0, "clip": 0}
