@@ -236,3 +236,24 @@ def test_a_history_is_a_list_of_rounds(undone: str, clean: tuple[World, Path]) -
     world, _ = clean
     request = message(Request("digits", "run-00000000", 0, "train", undone=undone))
     assert "undone is not a list of rounds" in read_reply(handle(world.site("east"), request)).error
+
+
+def test_a_federation_of_an_older_version_is_resumed_and_says_what_changed(tmp_path: Path) -> None:
+    """It has no `aggregate` in its config, no quarantine in its diary and nothing about undone rounds at its sites."""
+    world = make_world(tmp_path, train__rounds=2, **EVERYBODY)
+    with pytest.raises(Killed):
+        app.serve(MemoryGrid(world), world.settings, "run", step=_kill("gathered", 1))
+    path = tmp_path / "state/runs/run"
+    config = path / "config.toml"
+    config.write_text("".join(x for x in config.read_text().splitlines(True) if not x.startswith("aggregate")))
+    for file in (path / "flower.json", *tmp_path.glob("*/state/digits/*/run-*/plan.json")):
+        note = json.loads(file.read_text())
+        file.write_text(json.dumps({k: v for k, v in note.items() if k not in ("undone", "quarantine")}))
+    for file in tmp_path.glob("*/state/digits/*/run-*/round-*/state.json"):
+        note = json.loads(file.read_text())
+        del note["undone"]
+        file.write_text(json.dumps(note))
+    run(world, resume=True)
+    told = [e["detail"] for e in events(path) if e["event"] == "changed"]
+    assert told == ["train.aggregate is norm_clip now, it was mean"]
+    assert 'aggregate = "norm_clip"' in config.read_text()

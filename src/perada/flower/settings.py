@@ -20,6 +20,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 BUILT_IN_WEIGHTS = ("embedded", "random")  # a site makes these itself; the server sends all others
 SHARED_DATA = ("size", "val", "test", "seed", "normalise", "augment", "resident", "meta_min", "uncertain")
 MAX_ROUND = 10**6
+AGGREGATE = "norm_clip"  # over a network, where a site may be in wrong hands; server.toml may choose another rule
 ADVICE = ": `perada flower init` makes one"
 GREY = {"data": ((0.5,), (0.25,)), "imagenet": ((0.449,), (0.226,))}  # mean and deviation of one-channel images
 
@@ -152,6 +153,7 @@ def _run_config(file: Path, tables: dict[str, Any], sites: int) -> Config:
             tables[name][key] = _absolute(path, file.parent)
     if preset == "folder":  # its own weights come from simulated pretraining
         tables.setdefault("model", {}).setdefault("weights", "random")
+    tables.setdefault("train", {}).setdefault("aggregate", AGGREGATE)
     config = resolve(preset, {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()})
     code = code_named(config.as_dict())
     simulated = "works in simulations only"
