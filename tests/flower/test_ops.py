@@ -85,6 +85,14 @@ def test_a_sites_request_says_how_large_it_is(path: str, headers: list[Any], sta
     assert ask(f"/v1/fleet/{path}", "10.0.0.7", headers=headers) == status
 
 
+def test_a_strangers_words_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask("/v1/\x1b[31m\r\u202egnp", "10.0.0.7") == 403
+    assert ask("/v1/fleet/\x1b[2J", "10.0.0.7", headers=[(b"content-length", b"99999999")]) == 413
+    said = capsys.readouterr().out
+    assert said.count("\n") == 2
+    assert all(line.isprintable() for line in said.splitlines())
+
+
 # Which apps are accepted.
 
 PROJECT = """

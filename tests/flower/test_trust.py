@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
@@ -318,3 +319,29 @@ def test_a_site_that_claims_too_many_samples_is_named_and_weighs_less(tmp_path: 
         meddle=meddled("train", {"samples": most}),
     )
     assert adapters(path) == adapters(same)
+
+
+HOSTILE = "\x1b[31mred\r\x07 \u202egnp.exe\n\x9b2J"
+
+
+def test_a_sites_words_reach_no_terminal_as_they_are(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its error, Flower's error about it, its name and the names of its tensors; and the server's words at a site."""
+    world = make_world(tmp_path, {"quarantine": 0, "hello_s": 0.2}, train__cohort=0, train__rounds=2, distill__steps=0)
+
+    def meddle(site: str, kind: str, round: int, reply: Message) -> Message:
+        if site == "north" and kind == "hello":
+            reply.content["about"]["site"] = HOSTILE
+        if (site, kind, round) == ("west", "train", 0):
+            reply.content["about"]["error"] = HOSTILE
+        if (site, kind, round) == ("west", "train", 1):
+            reply.content["state"][f"params/{HOSTILE}"] = Array(np.zeros((1, 2), np.float32))
+        return reply
+
+    path, grid = run(world, meddle=meddle)
+    reply = read_reply(handle(world.site("east"), request_of(grid, "hello", plan=f'{{"{HOSTILE}": 1}}')))
+    said = [*capfd.readouterr().err.split("\n"), reply.error]
+    assert [e["site"] for e in events(path) if e["event"] == "refused"] == ["", "west", "west"]
+    assert all(e["detail"].isprintable() for e in events(path))
+    assert [line for line in said if not line.isprintable()] == []
+    world.site("east").log(HOSTILE)
+    assert all(line.isprintable() for line in capfd.readouterr().err.split("\n"))

@@ -31,7 +31,7 @@ from ..methods import Finisher, Judge
 from ..models import Backbone, backbone
 from ..runs.folder import write_atomic
 from .checks import MAX_LOSS
-from .messages import UNDONE, Numbers, Refused, Reply, Request, digest, message, read_request, unpack
+from .messages import UNDONE, Numbers, Refused, Reply, Request, digest, message, printable, read_request, unpack
 from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id
 from .site_data import public_test, site_federation
 from .site_state import Entry, SiteState
@@ -135,6 +135,7 @@ class Site:
         return self._work[plan]
 
     def log(self, text: str) -> None:
+        text = "\n".join(map(printable, text.splitlines()))  # it may repeat words of the server
         print(f"site {self.settings.name}: {text}", file=sys.stderr, flush=True)
 
     def reply(

@@ -13,6 +13,7 @@ from ..config import toml_value
 from ..errors import InputError, RunError
 from ..runs.folder import RunFolder, write_atomic
 from .address import Address, NoAnswer, probe
+from .messages import one_line, printable
 from .processes import environment, program
 
 CALL_S = 60.0  # the longest that one of Flower's commands may take
@@ -69,7 +70,7 @@ class Control:
         if done.returncode == 0 and answer.get("success", True):
             return answer
         why = str(answer.get("error-message") or done.stderr or done.stdout).strip().splitlines()
-        raise RunError(f"flwr {words[0]}: {why[-1].strip() if why else f'code {done.returncode}'}")
+        raise RunError(f"flwr {words[0]}: {one_line(why[-1]) if why else f'code {done.returncode}'}")
 
     def _flwr(self, *words: str) -> subprocess.CompletedProcess[str]:
         command, env = [program("flwr"), *words], environment(self.home)
@@ -149,7 +150,7 @@ class Control:
         """Returns the last `error: ...` in a run's log, which Flower does not show by itself."""
         done = self._flwr("log", number, LINK, "--show")
         errors = re.findall(r"\berror: (.+)", done.stdout + done.stderr)
-        return errors[-1].strip() if errors else ""
+        return printable(errors[-1].strip()) if errors else ""
 
     def stop(self, number: str) -> None:
         self.call("stop", number, LINK)
@@ -175,7 +176,8 @@ class Follower:
         for row in rows[self.rows :]:
             self.say(f"round {row.round}: {row.brief()}")
         for event in events[self.events :]:
-            self.say(f"round {event['round']}: {event['site'] or 'server'}: {event['event']}: {event['detail']}")
+            line = f"round {event['round']}: {event['site'] or 'server'}: {event['event']}: {event['detail']}"
+            self.say(printable(line))  # an older version wrote what a site said as it was
         self.rows, self.events = max(self.rows, len(rows)), max(self.events, len(events))
         return about
 

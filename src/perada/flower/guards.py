@@ -47,8 +47,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def say(text: str) -> None:
-    """Prints a line for the user; the process that started us shows it."""
-    print(MARK + text, flush=True)
+    """Prints a line for the user; the process that started us shows it. A stranger may have chosen its words."""
+    print(MARK + "".join(c if c.isprintable() else " " for c in text), flush=True)
 
 
 def is_local(scope: Scope) -> bool:

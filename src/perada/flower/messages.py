@@ -27,9 +27,14 @@ MOST_ENTRIES, MOST_NUMBERS = 100, 1000  # of a record, and of a list in it
 Numbers = Mapping[str, float | list[float]]
 
 
+def printable(text: str) -> str:
+    """Returns a text without what moves a terminal's cursor, changes its colours or turns its direction."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
 def one_line(text: str | None) -> str:
     """Returns words from outside as one short, printable line for a log."""
-    return " ".join("".join(c if c.isprintable() else " " for c in (text or "")[:1000]).split())[:200]
+    return " ".join(printable((text or "")[:1000]).split())[:200]
 
 
 # Words

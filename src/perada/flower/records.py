@@ -15,6 +15,7 @@ from ..config.settings import OF_SERVER, RULES, different
 from ..errors import Damaged, InputError
 from ..runs.folder import RunFolder, read_object, write_atomic
 from ..runs.moment import Checkpoint
+from .messages import printable
 from .quarantine import Quarantine
 from .settings import ServerSettings, checked_name
 
@@ -43,10 +44,11 @@ class Diary:
         return ",".join(map(str, self.undone))
 
     def say(self, text: str) -> None:
-        print(f"perada: {text}", file=sys.stderr, flush=True)
+        print(f"perada: {printable(text)}", file=sys.stderr, flush=True)
 
     def tell(self, site: str, event: str, detail: str) -> None:
-        """Writes a line in events.jsonl and on the screen."""
+        """Writes a line in events.jsonl and on the screen. What sites say of themselves is made printable."""
+        detail = printable(detail)
         line = {"time": round(time.time(), 3), "round": self.round, "site": site, "event": event, "detail": detail}
         with (self.path / "events.jsonl").open("a", encoding="utf8") as f:
             f.write(json.dumps(line) + "\n")
