@@ -7,10 +7,12 @@ from flwr.app import RecordDict
 
 from ..config import in_keys
 from ..lanes import State
+from ..server.aggregate import ABSURD
 from ..server.checks import check_upload_values
 from .messages import Refused, unpack
 
 Number = float | list[float] | None
+MAX_LOSS = ABSURD
 
 
 def why_not(error: Exception) -> str:
@@ -35,12 +37,18 @@ def sample_count(value: Number, limit: int) -> float:
 
 
 def guard_losses(value: Number, candidates: int) -> list[float]:
-    """Returns a site's losses of the guard's candidates; NaN is an abstention."""
+    """Returns a site's losses of the guard's candidates.
+
+    A site has an opinion on all candidates or on none: with a NaN among its losses all are NaN. A loss above
+    `MAX_LOSS` says that a candidate is useless, and no number says more.
+    """
     if not isinstance(value, list) or len(value) != candidates:
         raise Refused(f"{candidates} losses were asked for")
     if any(x < 0 or math.isinf(x) for x in value):
         raise Refused("a loss is negative or infinite")
-    return value
+    if any(math.isnan(x) for x in value):
+        return [math.nan] * candidates
+    return [min(x, MAX_LOSS) for x in value]
 
 
 def mean_loss(values: Iterable[Number]) -> float | None:
