@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo flower-demo test test-network torture lint bench clean wheel-check
+.PHONY: demo flower-demo test test-network test-lowest torture lint bench clean wheel-check audit sbom
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "perada needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
@@ -27,6 +27,28 @@ torture: $(VENV)/.installed
 test: lint $(VENV)/.installed
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 	$(MAKE) wheel-check
+
+# The same code with the lowest versions that pyproject.toml allows; `make test` has the newest. Python 3.11 or 3.12:
+# the lowest numpy has wheels for no newer one.
+LOWEST := .lowest
+$(LOWEST)/.installed: pyproject.toml tools/lowest.py
+	$(PYTHON) -m venv --clear $(LOWEST)
+	$(PYTHON) tools/lowest.py > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install --quiet --constraint $(LOWEST)/constraints.txt --editable '.[onnx,tensorboard]' onnxruntime pytest pytest-xdist
+	@touch $@
+
+test-lowest: $(LOWEST)/.installed
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -n 2 tests/test_offline.py tests/test_config.py tests/data/test_images.py \
+	tests/data/test_from_memory.py tests/test_run_folders.py tests/test_resume.py tests/test_report.py tests/test_evaluate.py \
+	tests/models/test_weights.py tests/e2e/test_using_runs.py
+
+# The packages that `pip install 'perada[flower]'` brings, with their versions: sbom.cdx.json (CycloneDX).
+sbom: $(VENV)/.installed
+	$(BIN)/python tools/sbom.py
+
+audit:
+	@test -x .audit/bin/pip-audit || { $(PYTHON) -m venv .audit && .audit/bin/python -m pip install --quiet 'pip-audit>=2.10,<3'; }
+	.audit/bin/python tools/audit.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -52,5 +74,5 @@ bench: $(VENV)/.installed
 	&& $(BIN)/python benchmarks/plain_loop.py && $(BIN)/python benchmarks/rounds.py && $(BIN)/python benchmarks/fast_vs_plain.py
 
 clean:
-	rm -rf $(VENV) .wheel-check build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(LOWEST) .audit .wheel-check build dist .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from perada.client.trainer import Trainer
-from perada.lanes import LaneModel, State, join, mean, merge, part, repeat, scale
+from perada.lanes import LaneModel, State, join, merge, part, repeat, scale
 from perada.methods import FedAvg, Parts
 from perada.server.guard import Server
 
@@ -41,10 +41,8 @@ class FedNova:
         theta, steps = server.model.part_of(uploads), part(uploads, "nova").params["steps"].double()
         share = steps.mean() / steps  # mean τ / τ_m
         moves = State({n: scale(t - w.params[n], share.to(t)) for n, t in theta.params.items()})
-        moved = mean(moves, server.weights).params
-        new = State(
-            {n: p + self.server_lr * moved[n] for n, p in w.params.items()}, mean(theta, server.weights).buffers
-        )
+        moved = server.mean(moves).params
+        new = State({n: p + self.server_lr * moved[n] for n, p in w.params.items()}, server.mean(theta).buffers)
         return new, new
 
     def personal(self, received: State, kept: State) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -99,6 +100,15 @@ def test_a_student_that_diverged_is_not_broadcast_even_without_a_guard() -> None
     assert all(t.isfinite().all() for t in found.tensors())
     assert_same_tensors(found.params, AVERAGE.params)
     assert log["diverged"] is True
+
+
+@pytest.mark.parametrize("guard", ["none", "clients"])
+def test_a_round_whose_students_all_diverged_does_not_count_as_distilled(guard: str) -> None:
+    sim = build(small(distill__guard=guard, distill__lr=1e38, distill__schedule="constant"))
+    sim.round()
+    assert sim.now.last["distill"]["diverged"] is True
+    json.dumps(sim.now.last, allow_nan=False)
+    assert (sim.now.counters["distilled"], sim.now.counters["accepted"]) == (0, 0)
 
 
 def test_without_a_guard_the_last_student_is_kept() -> None:

@@ -18,9 +18,12 @@ from small import adapters, flags, plain, tree
 import perada
 from perada.cli import main as cli
 from perada.config import build
+from perada.errors import InputError
 from perada.experiment import Experiment
+from perada.lanes import State
 from perada.models.resnet import resnet
-from perada.runs.folder import at_work, locked
+from perada.runs.folder import RunFolder, at_work, locked
+from perada.runs.moment import Checkpoint
 
 # What a run folder says.
 
@@ -235,3 +238,19 @@ def test_a_run_is_locked_from_its_first_write_to_its_last(
     perada.train("digits", set=settings, out=out, overwrite=overwrite)
     assert {"config.toml", "data.json", "round-0001", "summary.json", "report.html"} <= {name for name, _ in seen}
     assert {name for name, held in seen if not held} == set()
+
+
+def test_a_folder_that_keeps_more_checkpoints_goes_back_to_one_of_them(tmp_path: Path) -> None:
+    state = State({"w": torch.ones(1, 2)})
+    folder = RunFolder(tmp_path, keep=4)
+    for round in range(1, 7):
+        folder.append_metrics({"round": round})
+        folder.save(Checkpoint(round, state, state, [], {}), ())
+    folder.write_json("summary.json", {})
+    assert RunFolder(tmp_path).load(4)[0].round == 4
+    with pytest.raises(InputError, match=r"no checkpoint after round 2 \(it has: 3, 4, 5, 6\)"):
+        folder.load(2)
+    folder.undo(4)
+    assert folder.newest_round() == folder.load()[0].round == 4
+    assert [row["round"] for row in folder.metrics()] == [1, 2, 3, 4]
+    assert not (tmp_path / "summary.json").exists()

@@ -4,6 +4,7 @@ import os
 import sys
 
 from . import __version__
+from .cli.streams import exit_code
 
 
 def share_cores() -> None:
@@ -18,16 +19,21 @@ def share_cores() -> None:
 
 def script() -> None:
     """Runs the command and exits with its code."""
+    if code := exit_code(_command):
+        sys.exit(code)
+
+
+def _command() -> int:
     if sys.argv[1:] == ["--version"]:  # without the import below
         print(f"perada {__version__}")
-        return
+        return 0
     share_cores()
     try:  # the import takes two seconds, in which people press Ctrl-C
-        from .cli.main import script as run
+        from .cli.main import run
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    run()
+        return 130
+    return run()
 
 
 if __name__ == "__main__":  # the worker processes of `perada compare` import this module under another name

@@ -24,6 +24,10 @@ class RunError(Exception):
         self.what = what
 
 
+class Diverged(RunError):
+    """A training in which nothing is learned any more: round after round, no client's training stays finite."""
+
+
 class Interrupted(KeyboardInterrupt):
     """A run was interrupted by Ctrl-C, and its last finished round is saved. Exit code 130."""
 

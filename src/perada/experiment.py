@@ -23,15 +23,16 @@ from .client.scores import Scores, logits_on, score
 from .client.trainer import Train, Trainer, sample_losses
 from .data import Federation
 from .data.public import Chunks
-from .errors import InputError
+from .errors import Diverged, InputError
 from .fields import made
 from .lanes import LaneModel, State, ops_for, repeat, rng_of
 from .lanes.machine import arithmetic, device_of, precision_of
-from .methods import Finisher, Method
+from .methods import Finisher, Method, expected_upload
 from .models import BACKBONES, Backbone
 from .runs.folder import RunFolder
 from .runs.moment import Checkpoint, Evaluation, Moment, Progress
 from .runs.options import RunOptions, check_fit, check_kinds
+from .server.aggregate import Rule
 from .server.distill import Distill, public_chunks
 from .server.guard import Server
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from .runs.run import Run
 
 Say = Callable[[str], None]
+PATIENCE = 3  # rounds in a row without an upload after which a training ends
+IDLE, NORMS = "idle", "norms"  # in the memory of a Moment: the number of such rounds, and `aggregate.Norms`
 DTYPES = dict.fromkeys(("auto", "fp32", "tf32", "bf16"), torch.float32) | {"fp64": torch.float64}  # of the lanes
 
 
@@ -160,23 +163,10 @@ class Experiment:
     def update(self, uploads: Uploads) -> None:
         """Ends the round at the server: the method proposes, the guard scores and chooses."""
         with self._timed():
-            now, log = self.now, None
-            server = Server(
-                self.model,
-                self.public,
-                self.distill,
-                self.federation.multilabel,
-                now.round,
-                self.options.seed,
-                len(self.clients),
-                uploads.weights,
-                self.lanes,
-            )
-            state, broadcast = self.method.server_update(server, now.server, uploads.states)
-            if (proposed := server.candidates) is not None:
-                best, log = proposed.choose(self.judge(proposed.states))
-                state, broadcast = proposed.pick(state, best), proposed.pick(broadcast, best)
-            report = uploads.report()
+            now = self.now
+            uploads, memory = self._admit(uploads)
+            report = uploads.report
+            state, broadcast, log = self._at_server(uploads) if uploads.clients else (now.server, now.broadcast, None)
             self.now = Moment(
                 round=now.round + 1,
                 server=state,
@@ -184,8 +174,54 @@ class Experiment:
                 kept=now.kept if uploads.kept is None else uploads.kept,
                 counters=self._count(uploads, broadcast, log),
                 last={"train_loss": report.loss, "distill": log, **report.as_note()},
+                memory=memory,
                 changed=now.changed | set(self.sampled(now.round)),
             )
+
+    def _at_server(self, uploads: Uploads) -> tuple[State, State, dict[str, Any] | None]:
+        """Returns the server's new state, the next broadcast, and what the distillation did."""
+        server = Server(
+            self.model,
+            self.public,
+            self.distill,
+            self.federation.multilabel,
+            self.now.round,
+            self.options.seed,
+            len(self.clients),
+            uploads.weights,
+            self.lanes,
+            self.rule,
+        )
+        state, broadcast = self.method.server_update(server, self.now.server, uploads.states)
+        if (proposed := server.candidates) is None:
+            return state, broadcast, None
+        best, log = proposed.choose(self.judge(proposed.states))
+        return proposed.pick(state, best), proposed.pick(broadcast, best), log
+
+    @property
+    def rule(self) -> Rule:
+        """How uploads become one."""
+        return Rule(self.train.aggregate, self.train.trim)
+
+    def _admit(self, uploads: Uploads) -> tuple[Uploads, dict[str, Any]]:
+        """Returns the uploads as they take part in the round, and what the server remembers.
+
+        Raises Diverged if nobody uploaded anything in several rounds in a row.
+        """
+        memory = {k: v for k, v in self.now.memory.items() if k != IDLE}
+        if uploads.clients:
+            if self.rule.kind == "mean" or not uploads.states.lanes:
+                return uploads, memory
+            reference = expected_upload(self.method, self.model, self.now.broadcast)
+            uploads, norms = uploads.admitted(self.rule, reference, memory.get(NORMS, {}))
+            return uploads, {NORMS: norms} if norms else {}
+        idle = self.now.memory.get(IDLE, 0) + 1
+        if idle >= PATIENCE:
+            raise Diverged(
+                f"no client's training stayed finite in {idle} rounds in a row",
+                "lower Train.lr, or bound the gradients with Train.clip",
+            )
+        return uploads, memory | {IDLE: idle}
 
     def judge(self, candidates: State) -> Tensor | None:
         """Returns the guard's losses `[candidates, judges]`; None without a guard."""
@@ -198,13 +234,14 @@ class Experiment:
 
     def _count(self, uploads: Uploads, broadcast: State, log: dict[str, Any] | None) -> dict[str, int]:
         """Returns the bytes sent so far, and how often distillation ran and the guard accepted it."""
-        before, down = self.now.counters, self.now.broadcast.bytes_per_lane()
-        if log and "guard_chose" in log and self.distill.guard == "clients":
-            down += len(log["guard_steps"]) * broadcast.bytes_per_lane()  # the candidates that clients judge
+        before, trained = self.now.counters, uploads.clients + len(uploads.report.failed)
+        down = self.now.broadcast.bytes_per_lane() * trained
+        if log and "guard_chose" in log and self.distill.guard == "clients":  # clients judge the candidates
+            down += len(log["guard_steps"]) * broadcast.bytes_per_lane() * uploads.clients
         return {
             "bytes_up": before["bytes_up"] + uploads.states.bytes_per_lane() * uploads.clients,
-            "bytes_down": before["bytes_down"] + down * uploads.clients,
-            "distilled": before["distilled"] + int(log is not None),
+            "bytes_down": before["bytes_down"] + down,
+            "distilled": before["distilled"] + int(log is not None and not log.get("diverged")),
             "accepted": before["accepted"] + int(bool(log and log.get("guard_chose"))),
         }
 

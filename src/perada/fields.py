@@ -8,6 +8,7 @@ import numpy as np
 
 from .errors import InputError, unknown
 
+_WHOLE = 2**64
 Options = TypeVar("Options")
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -16,6 +17,8 @@ def coerce(value: Any, kind: Any, name: str) -> Any:
     """Returns a value as a field's type has it: whole numbers serve as floats, lists as tuples."""
     if isinstance(value, np.generic):  # from Python: a number of an array
         value = value.item()
+    if isinstance(value, int) and not -_WHOLE <= value < _WHOLE:  # not shown: Python prints at most 4,300 digits
+        raise InputError(f"{name} must be between -2^64 and 2^64")
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise InputError(f"{name} must be one of {', '.join(get_args(kind))}, not {value!r}")

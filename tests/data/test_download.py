@@ -245,6 +245,39 @@ def test_an_archive_of_something_else_and_a_root_that_cannot_be(
     assert list((tmp_path / "data").iterdir()) == []
 
 
+def unpack(server: Server, body: bytes, root: Path) -> None:
+    """What the server sends is the official file, and does not unpack."""
+    server.body = body
+    remote = Remote(server.url, "cifar.tar.gz", f"md5:{hashlib.md5(body).hexdigest()}")
+    CATALOGUE["tiny"] = Entry("tiny", "a test", FOLDER, 1, server.url, (remote,))
+    failed(InputError, "tiny", root, "cifar.tar.gz", "cannot be unpacked")
+    assert list(root.iterdir()) == []
+
+
+def test_an_archive_that_unpacks_to_far_more(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 kB become 50 MB; a header alone may say that its file has a terabyte, or be as long itself."""
+    unpack(server, archive(**{f"{FOLDER}/zeros": bytes(50_000_000)}), tmp_path)
+    for kind in (tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME):
+        info = tarfile.TarInfo(f"{FOLDER}/zeros")
+        info.size, info.type = 1 << 40, kind
+        unpack(server, info.tobuf() + bytes(1024), tmp_path)
+    monkeypatch.setattr(download, "MEMBERS", 100)
+    unpack(server, archive(**{f"{FOLDER}/{i}": b"" for i in range(100)}), tmp_path)
+
+
+def test_a_server_that_never_stops(server: Server, tmp_path: Path) -> None:
+    server.body = bytes(3_000_000)
+    failed(InputError, "loose", tmp_path, "sends more than 2,000,000 bytes")
+    assert list((tmp_path / "Loose").iterdir()) == []
+
+
+def test_a_part_that_is_a_link_is_not_followed(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "cifar.tar.gz.part").symlink_to(tmp_path / "precious")
+    get("tiny", tmp_path)
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
 @pytest.mark.parametrize("name", ["office-home", "chexpert"])
 def test_what_must_be_fetched_by_hand(name: str, tmp_path: Path) -> None:
     entry = download.CATALOGUE[name]

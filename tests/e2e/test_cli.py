@@ -287,6 +287,31 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert "Exception" not in stderr
 
 
+LOST = "error: cannot write to standard output: "
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("--version >/dev/full", 1, f"{LOST}No space left on device\n"),
+        ("--version >&-", 1, f"{LOST}Bad file descriptor\n"),
+        ("--version | true", 1, ""),  # which is gone by then
+        ("--version >/dev/null 2>&-", 0, ""),
+        ("--version >&- 2>&- <&-", 1, ""),
+        ("--version 2>&1 | true", 1, ""),
+        ("presets >/dev/full", 1, f"{LOST}No space left on device\n"),
+        ("presets --json >&-", 1, f"{LOST}Bad file descriptor\n"),
+    ],
+)
+def test_output_that_cannot_be_written(words: str, code: int, says: str) -> None:
+    """One line at most, and nothing from Python when it exits. Python may write at once, or when it exits."""
+    for unbuffered in ("", "1") if words.startswith("--version") else ("",):
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        command = f"set -o pipefail; wait() {{ sleep 0.2; {sys.executable} -m perada $@; }}; wait {words}"
+        found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, env=environment)
+        assert (found.returncode, found.stderr) == (code, says)
+
+
 # The first two seconds.
 
 

@@ -18,7 +18,7 @@ from perada.methods import method_sizes
 from perada.methods.perada import PerAda
 
 REPLY = {"federation", "run", "round", "kind", "site", "error", "needs", "failed"}
-REQUEST = {"federation", "run", "round", "kind", "plan", "start", "start_round", "evaluate", "within"}
+REQUEST = {"federation", "run", "round", "kind", "plan", "start", "start_round", "evaluate", "within", "undone"}
 
 
 @pytest.fixture(scope="module")

@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message
 from helpers import assert_same_tensors
 from small import adapters
 
 from flower.wire import SITES, MemoryGrid, make_world, raw, run
+from perada.client.trainer import Trainer
 from perada.errors import InputError, RunError
 from perada.flower import cohort
 from perada.flower.app import serve
 from perada.flower.messages import flat
-from perada.runs.folder import RunFolder
+from perada.lanes import State
+from perada.methods.perada import PerAda
 
 EVERYBODY = {"train__cohort": 0, "train__rounds": 3}
 
@@ -299,14 +303,52 @@ def test_a_site_cannot_speak_with_anothers_name(tmp_path: Path, monkeypatch: pyt
     assert {s for d, s, k, _, _ in grid.log if k == "train"} == {"east", "north"}
 
 
-def test_a_diverged_training_is_named_and_its_last_finite_state_used(tmp_path: Path) -> None:
-    wild = {**EVERYBODY, "train__lr": 1e30, "train__epochs": 3, "train__rounds": 1, "distill__steps": 0}
-    world = make_world(tmp_path, {"norm_bound": 1e36}, **wild)
-    path, _ = run(world)
-    row = without_clock(path)[-1]
-    assert row["failed"] == list(SITES)
-    saved, _ = RunFolder(path).load()
-    assert all(t.isfinite().all() for t in saved.broadcast.tensors())
+WILD = {**EVERYBODY, "train__lr": 1e30, "train__epochs": 3, "train__rounds": 1, "distill__steps": 0}
+
+
+def test_a_run_in_which_everybody_diverges_ends_and_names_them(tmp_path: Path) -> None:
+    world = make_world(tmp_path, {"norm_bound": 1e36, "retries": 5}, **WILD)
+    line = r"0 good uploads, 1 needed \(Rounds.min_sites\); their training diverged: east, north, west"
+    with pytest.raises(RunError, match=line):
+        run(world)
+    told = [(e["site"], e["event"]) for e in events(tmp_path / "state/runs/run") if e["event"] != "here"]
+    assert told == [*((s, "diverged") for s in SITES), ("", "short")]  # asked once: they would say the same again
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["as it is", "an older site that sends its state"])
+def test_a_diverged_upload_is_not_used(
+    old: bool, dropped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """West's lane explodes in round 1 only: it is left out of the mean, and keeps what it had."""
+    world = make_world(tmp_path, {"norm_bound": 1e36}, **EVERYBODY)
+    real = PerAda.client_update
+
+    def explodes(self: PerAda, trainer: Trainer, received: State, kept: State) -> tuple[State, State]:
+        upload, after = real(self, trainer, received, kept)
+        if (trainer.federation.clients[0].name, trainer.round) == ("west", 1):
+            trainer._done.append(replace(trainer._done[-1], finite=torch.tensor([False])))
+            return upload.map(lambda t: t + 1e20), after.map(lambda t: t + 1e20)
+        return upload, after
+
+    def meddle(site: str, kind: str, round: int, reply: Message) -> Message:
+        if (site, kind, round) == ("west", "train", 1):
+            assert reply.content["about"]["failed"] is True
+            assert "state" not in reply.content
+            if old:
+                reply.content["state"] = ArrayRecord(
+                    {"params/fc.weight": Array(np.full((1, 10, 64), 1e20, np.float32))}
+                )
+        return reply
+
+    monkeypatch.setattr(PerAda, "client_update", explodes)
+    path, _ = run(world, meddle=meddle)
+    assert [row.get("failed") for row in without_clock(path)] == [None, ["west"], None]
+    assert ("west", "diverged") in [(e["site"], e["event"]) for e in events(path)]
+    assert adapters(path) == adapters(dropped)
+    state, run_id = world.site("west").state, json.loads((path / "flower.json").read_text())["run"]
+    entries = {r: state.entry(run_id, r) for r in state.rounds(run_id)}
+    assert_same_tensors(flat(entries[1].kept), flat(entries[0].kept))
+    assert not entries[1].upload.lanes
 
 
 def test_a_dead_superlink_ends_the_run_with_one_line(tmp_path: Path) -> None:

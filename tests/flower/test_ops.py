@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from perada.flower.processes import environment, marked
 # Who may give commands.
 
 
-def ask(path: str, client: str | None, server: str = "10.0.0.1", ready: bool = True) -> int:
+def ask(
+    path: str, client: str | None, server: str = "10.0.0.1", ready: bool = True, headers: Sequence[Any] = ()
+) -> int:
     """Returns the status of a request; 200 comes from behind `LocalOnly`."""
     found: list[int] = []
 
@@ -38,6 +41,7 @@ def ask(path: str, client: str | None, server: str = "10.0.0.1", ready: bool = T
         return {}
 
     scope = {"type": "http", "path": path, "client": client and (client, 1234), "server": (server, 9092)}
+    scope["headers"] = headers
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PERADA_FLOWER_READY", __file__ if ready else "/not/there")
         asyncio.run(LocalOnly(behind)(scope, receive, send))
@@ -63,6 +67,30 @@ def test_this_machine_gives_commands(client: str) -> None:
 def test_sites_reach_their_part_once_their_keys_are_known() -> None:
     assert ask("/v1/fleet/pull-messages", "10.0.0.7") == 200
     assert ask("/v1/fleet/activate-node", "10.0.0.7", ready=False) == 503
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("push-object", [(b"content-length", b"5300000")], 200),
+        ("push-object", [(b"content-length", b"8000001")], 413),
+        ("push-messages", [(b"content-length", b"1000001")], 413),
+        ("push-object", [(b"transfer-encoding", b"chunked")], 413),
+        ("push-object", [(b"content-length", b"-1")], 413),
+        ("push-object", [(b"content-length", b"9" * 10_000)], 413),
+    ],
+)
+def test_a_sites_request_says_how_large_it_is(path: str, headers: list[Any], status: int) -> None:
+    """Flower reads the whole body of any request before it asks who sent it."""
+    assert ask(f"/v1/fleet/{path}", "10.0.0.7", headers=headers) == status
+
+
+def test_a_strangers_words_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask("/v1/\x1b[31m\r\u202egnp", "10.0.0.7") == 403
+    assert ask("/v1/fleet/\x1b[2J", "10.0.0.7", headers=[(b"content-length", b"99999999")]) == 413
+    said = capsys.readouterr().out
+    assert said.count("\n") == 2
+    assert all(line.isprintable() for line in said.splitlines())
 
 
 # Which apps are accepted.

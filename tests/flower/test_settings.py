@@ -37,6 +37,11 @@ def test_sites_are_sorted_and_paths_are_relative_to_the_file(tmp_path: Path) -> 
     assert (here.data, here.state) == (str(tmp_path / "images"), str(tmp_path / "state"))
 
 
+def test_a_federation_clips_uploads_unless_it_says_otherwise(tmp_path: Path) -> None:
+    assert server(tmp_path, SERVER).config.train.aggregate == "norm_clip"
+    assert server(tmp_path, SERVER + '[train]\naggregate = "mean"\n').config.train.aggregate == "mean"
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

@@ -45,7 +45,7 @@ def entry(round: int, previous: int | None = None, received: str = "a") -> Entry
 
 @pytest.fixture
 def state(tmp_path: Path) -> SiteState:
-    return SiteState(tmp_path, "chest", "north")
+    return SiteState(tmp_path, "chest", "north", keep=3)
 
 
 def test_before_and_after_a_round(state: SiteState) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
@@ -19,7 +20,7 @@ from flower.test_faults import events, without_clock
 from flower.wire import SITES, MemoryGrid, World, closed, make_world, run
 from perada.errors import InputError, RunError
 from perada.flower import app
-from perada.flower.checks import checked_upload, guard_losses, mean_loss, sample_count
+from perada.flower.checks import MAX_LOSS, checked_upload, clipped_samples, guard_losses, mean_loss, sample_count
 from perada.flower.client import handle
 from perada.flower.link import MIN_WAIT_S, Clock
 from perada.flower.messages import Refused, pack, read_reply, read_request
@@ -260,8 +261,7 @@ def test_a_site_says_a_number_where_its_loss_is_none(tmp_path: Path, monkeypatch
     monkeypatch.setattr(PerAda, "client_score", lambda self, trainer, candidates: losses)
     path, grid = run(make_world(tmp_path, **EVERYBODY))
     said = [c["numbers"]["losses"] for d, _, k, _, c in grid.log if (d, k) == ("up", "score")]
-    assert len(said) == 3
-    assert all(x[0] == 1.0 and 1e300 < x[1] < math.inf and math.isnan(x[2]) for x in said)
+    assert said == [[1.0, MAX_LOSS, MAX_LOSS]] * 3
     assert not [e for e in events(path) if e["event"] == "refused"]
     assert without_clock(path)[-1]["distill"]["guard_chose"] == 0
 
@@ -290,6 +290,58 @@ def test_what_is_believed() -> None:
     for bad in (None, 0.0, -1.0, 1.5, math.nan, math.inf, [7.0]):
         with pytest.raises(Refused, match="how many samples"):
             sample_count(bad, 10)
-    found = guard_losses([0.0, math.nan], 2)
-    assert found[0] == 0
-    assert math.isnan(found[1])
+    assert guard_losses([0.0, 2.0], 2) == [0.0, 2.0]
+
+
+def test_a_judge_has_an_opinion_on_all_candidates_or_on_none() -> None:
+    assert all(math.isnan(x) for x in guard_losses([0.0, math.nan, 1.0], 3))
+    assert guard_losses([0.5, 1e308, 0.4], 3) == [0.5, MAX_LOSS, 0.4]
+
+
+def test_a_claim_of_samples_is_compared_with_the_others() -> None:
+    assert clipped_samples({"east": 100.0, "north": 120.0, "west": 1_000_000.0}) == {"west": 600.0}
+    assert clipped_samples({"east": 100.0, "north": 120.0, "west": 600.0}) == {}
+    assert clipped_samples({"east": 100.0, "west": 1_000_000.0}) == {}
+
+
+def test_a_site_that_claims_too_many_samples_is_named_and_weighs_less(tmp_path: Path) -> None:
+    """A million is within rounds.max_samples, and once outweighed everybody."""
+    world = make_world(tmp_path, **{**EVERYBODY, "train__rounds": 2}, train__weighting="samples", distill__steps=0)
+    path, grid = run(world, meddle=meddled("train", {"samples": 1_000_000.0}))
+    told = [(e["site"], e["detail"]) for e in events(path) if e["event"] == "cut"]
+    honest = {s: c["numbers"]["samples"] for d, s, k, _, c in grid.log if (d, k) == ("up", "train")}
+    most = 5 * max(honest["east"], honest["north"])
+    assert told == [("west", f"it says it has 1e+06 samples: counted as {most:.6g}")]  # once, not in every round
+    same, _ = run(
+        make_world(
+            tmp_path / "same", **{**EVERYBODY, "train__rounds": 2}, train__weighting="samples", distill__steps=0
+        ),
+        meddle=meddled("train", {"samples": most}),
+    )
+    assert adapters(path) == adapters(same)
+
+
+HOSTILE = "\x1b[31mred\r\x07 \u202egnp.exe\n\x9b2J"
+
+
+def test_a_sites_words_reach_no_terminal_as_they_are(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its error, Flower's error about it, its name and the names of its tensors; and the server's words at a site."""
+    world = make_world(tmp_path, {"quarantine": 0, "hello_s": 0.2}, train__cohort=0, train__rounds=2, distill__steps=0)
+
+    def meddle(site: str, kind: str, round: int, reply: Message) -> Message:
+        if site == "north" and kind == "hello":
+            reply.content["about"]["site"] = HOSTILE
+        if (site, kind, round) == ("west", "train", 0):
+            reply.content["about"]["error"] = HOSTILE
+        if (site, kind, round) == ("west", "train", 1):
+            reply.content["state"][f"params/{HOSTILE}"] = Array(np.zeros((1, 2), np.float32))
+        return reply
+
+    path, grid = run(world, meddle=meddle)
+    reply = read_reply(handle(world.site("east"), request_of(grid, "hello", plan=f'{{"{HOSTILE}": 1}}')))
+    said = [*capfd.readouterr().err.split("\n"), reply.error]
+    assert [e["site"] for e in events(path) if e["event"] == "refused"] == ["", "west", "west"]
+    assert all(e["detail"].isprintable() for e in events(path))
+    assert [line for line in said if not line.isprintable()] == []
+    world.site("east").log(HOSTILE)
+    assert all(line.isprintable() for line in capfd.readouterr().err.split("\n"))

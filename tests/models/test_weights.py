@@ -185,6 +185,38 @@ def test_a_corrupted_file_is_the_users_problem_not_a_traceback(
             read_weights(str(path), "resnet8")
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "pth"])
+@pytest.mark.parametrize(
+    ("tensor", "says"),
+    [
+        (torch.tensor([1.0, float("nan")]), "has values that are not finite"),
+        (torch.tensor([1.0, float("-inf")]).half(), "has values that are not finite"),
+        (torch.zeros(2, dtype=torch.complex64), "is not a plain tensor of real numbers"),
+    ],
+    ids=["nan", "inf", "complex"],
+)
+def test_numbers_that_are_no_weights(suffix: str, tensor: Tensor, says: str, tmp_path: Path) -> None:
+    path = tmp_path / f"w.{suffix}"
+    (save_file if suffix == "safetensors" else torch.save)({"conv1.weight": tensor, "b": torch.ones(3)}, path)
+    with pytest.raises(InputError, match=f"w.{suffix}: conv1.weight {says}"):
+        read_weights(str(path), "resnet8")
+
+
+def test_tensors_that_are_more_than_their_file(tmp_path: Path) -> None:
+    """One number that stands for 4 TB, which a copy would write out; and no numbers but places."""
+    for tensor in (torch.ones(1).half().expand(1 << 40), torch.eye(3).to_sparse(), torch.ones(9, device="meta")):
+        torch.save({"conv1.weight": tensor}, tmp_path / "w.pth")
+        with pytest.raises(InputError, match=r"w\.pth"):
+            read_weights(str(tmp_path / "w.pth"), "resnet8")
+
+
+def test_a_header_longer_than_its_file(tmp_path: Path) -> None:
+    for length in (90_000_000, 2**63, 8):
+        (tmp_path / "w.safetensors").write_bytes(length.to_bytes(8, "little") + b"[" * 100)
+        with pytest.raises(InputError, match="cannot read"):
+            read_weights(str(tmp_path / "w.safetensors"), "resnet8")
+
+
 def test_no_file(tmp_path: Path) -> None:
     for source in (str(tmp_path / "nothing.pth"), str(tmp_path), "torchvison"):
         with pytest.raises(InputError, match=r"no file .*'embedded', 'torchvision'"):

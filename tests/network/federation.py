@@ -167,6 +167,12 @@ class Net:
         file = self.home / "state" / "runs" / run / "events.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
+    def trained(self) -> list[tuple[str, int]]:
+        """Every round that a site has really trained so far, and not answered from its disk."""
+        file = self.home / "trained"
+        words = map(str.split, file.read_text().splitlines() if file.exists() else ())
+        return [(site, int(round)) for site, round in words]
+
     def status(self, run: str) -> dict[str, Any]:
         file = self.home / "state" / "runs" / run / "flower.json"
         return json.loads(file.read_text()) if file.exists() else {}

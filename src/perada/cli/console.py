@@ -3,18 +3,32 @@
 import json
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..config import in_keys
+from ..inputs import printable
 
 WIDE = 160  # columns of a file or a pipe, so that a table there is not cut
 
-out = Console(markup=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
-err = Console(stderr=True, markup=False)
+
+class PlainConsole(Console):
+    """A console that prints text as it is: no markup, no emoji codes, and control characters escaped."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Returns a text to print, or a cell, title or caption of a table."""
+        return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
+
+
+out = PlainConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
+err = PlainConsole(stderr=True)
 INTERRUPTED = 130
 SAID = 256 + INTERRUPTED  # an interrupt after which the command that resumes was printed; only used inside
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
@@ -27,7 +41,7 @@ def tell(text: str) -> None:
 
 def say(text: str) -> None:
     """Prints a line on standard error."""
-    err.print(in_keys(text), highlight=False, soft_wrap=True)
+    err.print(printable(in_keys(text)), highlight=False, soft_wrap=True)
 
 
 def print_json(value: object) -> None:

@@ -31,7 +31,7 @@ def get_command(
 def _download(name: str, home: Path) -> Path:
     """Downloads a data set with a progress bar per file; returns where it is."""
     tasks: dict[str, TaskID] = {}
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=err) as bar:
 
         def update(file: str, done: int, total: int | None) -> None:

@@ -135,11 +135,17 @@ def run_command(
     name: RunName = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue a run that ended early")] = False,
     after: Annotated[str, typer.Option("--continue-from", metavar="RUN", help="start from where that run ended")] = "",
+    back: Annotated[
+        int | None, typer.Option("--from-round", min=0, metavar="N", help="undo a run's rounds after N, and go on")
+    ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="do not wait for the end")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train: start a run at this machine's server and follow it. Ctrl-C stops it; --resume continues it."""
     project = Project.open(folder)
+    if back is not None and (resume or after):
+        raise InputError("--from-round continues a run by itself: leave out --resume and --continue-from")
+    resume = resume or back is not None
     settings = project.settings()
     if name is not None:
         checked_name("--name", name)
@@ -149,10 +155,13 @@ def run_command(
     chosen = name or (project.run(None).name if resume else project.free_name())
     if not resume and (settings.runs() / chosen).exists():
         raise InputError(f"there is a run {chosen} already: --resume continues it, --name NAME starts another")
-    follower = Follower(settings.runs() / chosen, say)
+    follower = Follower(settings.runs() / chosen, say, back)
     if settings.random_backbone:
         say("warning: the frozen backbone is random: name a pretrained file as ModelOptions.weights in server.toml")
-    number = control.start(project.app, chosen, resume, after)
+    if back is not None:
+        project.run(chosen)  # refuses an unknown run
+        project.renew_app()
+    number = control.start(project.app, chosen, resume, after, back)
     say(f"started {chosen} (Flower's number {number})")
     if detach:
         return

@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 import typer.core
+from PIL import Image
 
 from .. import __version__
 from ..config import in_keys, parse_grid, parse_setting, presets, resolve
@@ -17,6 +19,7 @@ from ..config.objects import about_data
 from ..config.settings import given
 from ..data import build_federation
 from ..errors import InputError, RunError
+from ..inputs import printable
 from ..lanes.machine import device_of, keep_memory
 from ..methods import REGISTRY, method_sizes
 from ..models import BACKBONES, count_groups, network_of
@@ -67,7 +70,7 @@ DataPath = Annotated[str | None, typer.Option("--data", metavar="PATH", help=DAT
 
 
 def _overrides(sets: Sequence[str] | None, lanes: str | None = None, data: str | None = None) -> dict[str, Any]:
-    if lanes not in (None, "auto") and not (lanes.isdigit() and int(lanes)):
+    if lanes not in (None, "auto") and not (lanes.isdecimal() and int(lanes)):
         raise InputError(f"--lanes {lanes}: auto, or a number from 1")
     most = None if lanes is None else 0 if lanes == "auto" else int(lanes)
     return given(dict(parse_setting(s) for s in sets or []), data=data, lanes=most)
@@ -335,12 +338,14 @@ def main(arguments: Sequence[str] | None = None, app: typer.Typer = app) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        return 0
+
+
+_LINE = 4000  # characters of an error, which may have what the user wrote
 
 
 def _complain(text: str, code: int) -> int:
-    print(f"error: {in_keys(' '.join(text.split()))}", file=sys.stderr)
+    line = printable(in_keys(" ".join(text.split())))
+    print(f"error: {line if len(line) < _LINE else f'{line[:_LINE]}…'}", file=sys.stderr)
     return code
 
 
@@ -360,10 +365,8 @@ def _as_setting(error: Any, words: Sequence[str]) -> str:
     return f"no option {option}: settings are given by {ways}" if ways else ""
 
 
-def script() -> None:
+def run() -> int:
+    """Runs the command in a process of its own; returns its exit code."""
     keep_memory()
-    sys.exit(main())
-
-
-if __name__ == "__main__":
-    script()
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # such an image is refused in a line of our own
+    return main()

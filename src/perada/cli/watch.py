@@ -18,6 +18,7 @@ from rich.progress import (
 
 from ..callbacks import Callback
 from ..errors import Interrupted
+from ..inputs import printable
 from ..runs.moment import Progress as RoundProgress
 from .console import SAID, err
 
@@ -27,7 +28,7 @@ class Watch(Callback):
 
     def __init__(self) -> None:
         self.bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[unit]}"),
@@ -44,7 +45,7 @@ class Watch(Callback):
         if self.all is None:
             self.all = self.bar.add_task("", total=total, unit="runs")
             self.bar.start()
-        self.bar.update(self.all, description=name, completed=at)
+        self.bar.update(self.all, description=printable(name), completed=at)
         self.bar.reset(self.rounds, description="training", visible=False)
 
     def copies(self, at: int, total: int) -> None:
@@ -55,9 +56,9 @@ class Watch(Callback):
     def round(self, progress: RoundProgress) -> None:
         """Shows a round; warns of clients whose training stopped being finite."""
         self.bar.start()  # not before: a refused setting prints one line and no bar
-        for name in progress.failed:
+        for name in map(printable, progress.failed):
             self.bar.console.print(
-                f"warning: {name}: training stopped being finite in round {progress.round}; its last state is kept"
+                f"warning: {name}: training stopped being finite in round {progress.round}, which goes on without it"
             )
         shown = progress.row.brief() if progress.row else progress.stage if progress.round == 0 else None
         self.bar.update(self.rounds, description=shown, total=progress.rounds, completed=progress.round, visible=True)
@@ -72,7 +73,8 @@ def watched(command: str = "") -> Iterator[Watch]:
     except Interrupted as stop:  # typer would drop its message
         watch.bar.stop()
         again = f"Continue with: perada {command} --out {shlex.quote(str(stop.path))} --resume"
-        print(f"{stop}. {again if command else 'The same command continues from there.'}", file=sys.stderr)
+        rest = again if command else "The same command continues from there."
+        print(printable(f"{stop}. {rest}"), file=sys.stderr)
         raise typer.Exit(SAID) from stop
     finally:
         if watch.bar.live.is_started:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..data import Federation
 from ..errors import InputError
-from ..lanes import LaneModel, State, bytes_per_lane, gather, scatter
+from ..lanes import LaneModel, State, bytes_per_lane, gather, repeat, scatter
 from ..lanes.machine import free_memory, precision_of
 from ..methods import Finisher, Judge, Method, check_upload
+from ..server.aggregate import Norms, Rule
 from .scores import Scores, personal_scores
 from .trainer import Train, Trainer
 
@@ -29,7 +30,7 @@ class Report:
     """How a round's training went."""
 
     loss: float | None = None  # the mean over its clients
-    failed: tuple[str, ...] = ()  # clients whose training stopped being finite
+    failed: tuple[str, ...] = ()  # clients whose training stopped being finite; they have no upload
     absent: tuple[str, ...] = ()  # sampled sites that sent nothing
     refused: Mapping[str, str] = field(default_factory=dict)  # sites whose upload was refused, and why
 
@@ -41,14 +42,30 @@ class Report:
 
 @dataclass(frozen=True)
 class Uploads:
-    """What a round's clients sent."""
+    """What a round's clients sent. A client whose training stopped being finite has no part in it."""
 
-    states: State  # one lane per client
-    clients: int  # the number of clients
-    report: Callable[[], Report]  # called last, because it waits for a GPU
+    states: State  # one lane per client, in the order of the guard's judges
+    names: Sequence[str]  # of those clients; none if nobody's training stayed finite
+    report: Report
     weights: Sequence[float] | None = None  # samples per client, if the mean is weighted
     kept: State | None = None  # what all clients keep now, if they are on this machine
     scores: Mapping[str, Scores] | None = None  # of the broadcast, if they came with the uploads
+
+    @property
+    def clients(self) -> int:
+        return len(self.names)
+
+    def admitted(self, rule: Rule, reference: State, norms: Norms) -> tuple[Uploads, Norms]:
+        """Returns the uploads as the rule lets them take part, with the refused in the report, and new norms."""
+        admission = rule.admit(self.states, reference, norms)
+        weights, out = rule.weights(self.weights), admission.left_out
+        refused = {**self.report.refused, **{self.names[k]: why for k, why in out.items()}}
+        return replace(
+            self,
+            states=admission.states,
+            weights=weights and [w for k, w in enumerate(weights) if k not in out],
+            report=replace(self.report, refused=refused),
+        ), admission.norms
 
 
 class Cohort(Protocol):
@@ -109,14 +126,22 @@ class LocalCohort:
         )
 
     def train(self, now: Moment, sampled: Sequence[int]) -> Uploads:
-        trainer = self.trainer = self.trainer_of(sampled, now.round)
-        states, kept = self.method.client_update(trainer, now.broadcast, gather(now.kept, sampled))
+        trainer, before = self.trainer_of(sampled, now.round), gather(now.kept, sampled)
+        states, kept = self.method.client_update(trainer, now.broadcast, before)
         check_upload(self.method, self.model, states)
-        sizes = [float(len(self.federation.clients[c].train)) for c in sampled]
+        losses, finite = trainer.outcome(states)
+        good, bad = [k for k, one in enumerate(finite) if one], [k for k, one in enumerate(finite) if not one]
+        if bad:  # their uploads are dropped, and what they keep is again what it was
+            states = gather(states, good) if good else State()
+            trainer = self.trainer_of([sampled[k] for k in good], now.round)
+            kept = scatter(kept, bad, gather(before, bad)) if kept.lanes else kept
+        self.trainer = trainer
+        sizes = [float(len(self.federation.clients[c].train)) for c in trainer.clients]
+        loss = float(np.mean([losses[k] for k in good])) if good else None
         return Uploads(
             states,
-            len(sampled),
-            lambda: Report(float(np.mean(trainer.losses)), tuple(trainer.failed)),
+            [self.names[c] for c in trainer.clients],
+            Report(loss, tuple(self.names[sampled[k]] for k in bad)),
             sizes if self.options.weighting == "samples" else None,
             scatter(now.kept, sampled, kept) if kept.lanes else now.kept,
         )
@@ -134,4 +159,9 @@ class LocalCohort:
         assert isinstance(self.method, Finisher)
         trainer = self.trainer_of(range(len(self.federation.clients)), now.round)
         kept = self.method.finish(trainer, now.broadcast, now.kept)
-        return kept, Report(failed=tuple(trainer.failed))
+        bad = [k for k, one in enumerate(trainer.outcome(kept)[1]) if not one]
+        before = self.method.personal(now.broadcast, now.kept)
+        if bad and before.params.keys() == kept.params.keys():  # they predict with what they had before
+            before = before if before.lanes == kept.lanes else repeat(before, kept.lanes)
+            kept = scatter(kept, bad, gather(before, bad))
+        return kept, Report(failed=tuple(self.names[k] for k in bad))

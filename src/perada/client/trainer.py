@@ -15,6 +15,7 @@ from ..data.source import Indices
 from ..errors import InputError
 from ..fields import check_fields
 from ..lanes import Group, LaneModel, Options, Pull, Result, State, Update, loop, ops_for, sgd
+from ..server.aggregate import Kind
 from .scores import logits_on
 
 TOGETHER = ("cuda",)  # where one pass for all clients is as fast as a pass for one
@@ -33,10 +34,19 @@ class Train:
     weight_decay: float = 0.0
     clip: float = 0.0  # bound on the norm of a lane's gradient; 0 is off
     weighting: Literal["uniform", "samples"] = "uniform"  # how the server averages
+    aggregate: Kind = "mean"  # what it takes for the average; the others bear a hostile minority: server/aggregate.py
+    trim: float = 0.2  # share of the clients that trimmed_mean leaves out of a coordinate, at each end
 
     def __post_init__(self) -> None:
         least = {"rounds": 1, "cohort": 0, "epochs": 1, "momentum": 0, "weight_decay": 0, "clip": 0}
-        check_fields(self, least, positive=("lr",))
+        check_fields(self, {**least, "trim": 0}, positive=("lr",))
+        if self.trim >= 0.5:
+            raise InputError(f"Train.trim must be below 0.5, which is each end's half, not {self.trim}")
+        if self.weighting == "samples" and self.aggregate in ("trimmed_mean", "median"):
+            raise InputError(
+                f"Train.aggregate={self.aggregate} takes all clients alike: set Train.weighting to uniform, or "
+                "Train.aggregate to norm_clip"
+            )
         if self.batch < 2:
             raise InputError(f"Train.batch must be at least 2 (batch norm needs two samples), not {self.batch}")
 
@@ -73,16 +83,18 @@ class Trainer:
         sizes = (len(self.federation.clients[c].train) for c in self.clients)
         return [steps_of(n, self.options.batch, self.options.epochs) for n in sizes]
 
-    @property
-    def losses(self) -> list[float]:
-        """The mean training loss of each client's last copy. Like `failed`, it waits for a GPU."""
-        return self._done[-1].trace.nanmean(0).tolist()[-len(self.clients) :] if self._done else []
+    def outcome(self, result: State) -> tuple[list[float], list[bool]]:
+        """Returns per client the mean training loss of its last copy, and whether its training stayed finite.
 
-    @property
-    def failed(self) -> set[str]:
-        """Clients whose training stopped being finite."""
-        names = [self.federation.clients[c].name for c in self.clients]
-        return {names[k % len(names)] for result in self._done for k in result.failed}
+        result: what comes of the training, one lane per client or none; it must be finite too. Waits for a GPU once.
+        """
+        count, device = len(self.clients), self.model.device
+        finite = [done.finite.view(-1, count).all(0) for done in self._done]
+        finite += [t.isfinite().flatten(1).all(1) for t in result.tensors()]
+        losses = self._done[-1].trace.nanmean(0)[-count:] if self._done else torch.full((count,), torch.nan)
+        good = torch.stack(finite).all(0) if finite else torch.ones(count, dtype=torch.bool)
+        losses, good = torch.stack([losses.to(device), good.to(device, losses.dtype)]).tolist()
+        return losses, [bool(one) for one in good]
 
     def sgd(
         self,

@@ -19,6 +19,7 @@ from ..client.trainer import Train
 from ..data import GIVEN, DataOptions, is_public_name
 from ..errors import InputError, unknown
 from ..fields import check_fields, coerce
+from ..inputs import plain_file, user_path
 from ..methods import REGISTRY, Method, check_name, hyperparameters, make_method
 from ..models import WEIGHTS, known
 from ..runs.options import RunOptions
@@ -102,6 +103,7 @@ CLASSES = {
     "Rounds": "rounds",
     "SiteSettings": "site",
 }
+_TOML = 1 << 20  # bytes of a TOML file
 NAMED = re.compile(rf"\b({'|'.join(CLASSES)})\.(?=[a-z])")
 
 
@@ -193,12 +195,16 @@ def parse_setting(text: str) -> tuple[str, Any]:
         raise InputError(f"--set {text!r}: write it as section.key=value")
     if value in ("True", "False"):  # Python's spelling
         return key.strip(), value == "True"
+    if len(text) > _TOML:
+        raise InputError(f"--set {key.strip()}: the value has {len(value):,} characters: write it in a TOML file")
     try:
         return key.strip(), tomllib.loads(f"v = {value}")["v"]
-    except tomllib.TOMLDecodeError:
+    except RecursionError as error:
+        raise InputError(f"--set {key.strip()}: the value is nested too deeply") from error
+    except ValueError:  # not TOML, or a number of thousands of digits
         pass
     try:
-        return key.strip(), float(value)  # `.5`, which is not TOML
+        return key.strip(), float(value) if value.isascii() else value  # `.5`, which is not TOML
     except ValueError:
         return key.strip(), value
 
@@ -214,7 +220,7 @@ def parse_grid(text: str) -> tuple[str, list[Any]]:
 
 def _read(source: str) -> dict[str, Any]:
     known = presets()
-    path = Path(source).expanduser()
+    path = user_path(source)
     if source not in known and path.suffix != ".toml":
         if (path / "config.toml").is_file():
             raise InputError(f"{source} is a run folder: to go on with it, perada train --out {source} --resume")
@@ -224,6 +230,8 @@ def _read(source: str) -> dict[str, Any]:
 
 def read_toml(path: Traversable, advice: str = "") -> dict[str, Any]:
     """Returns the content of a TOML file. advice: what to do if there is no such file."""
+    if isinstance(path, Path):
+        plain_file(path, _TOML)
     try:
         return tomllib.loads(path.read_text("utf8"))
     except FileNotFoundError as error:
@@ -232,6 +240,8 @@ def read_toml(path: Traversable, advice: str = "") -> dict[str, Any]:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # bad TOML, or bytes that are not text
         raise InputError(f"{path}: not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise InputError(f"{path}: not valid TOML: nested too deeply") from error
 
 
 def section(name: str, kind: Any, values: Any) -> Any:
@@ -307,7 +317,7 @@ def from_tables(tables: Mapping[str, Any]) -> Config:
 
 def _absolute(value: str, names: Container[str]) -> str:
     """Returns an absolute path, or the value itself if it is one of the names with another meaning."""
-    return value if value in names else str(Path(value).expanduser().absolute())
+    return value if value in names else str(user_path(value).absolute())
 
 
 def _section(section: str, kind: Any, values: Mapping[str, Any]) -> Any:

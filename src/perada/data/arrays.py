@@ -15,8 +15,8 @@ train_labels, test_images, … Other keys are ignored.
 
 import io
 import itertools
+import math
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,19 +25,26 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 
 from ..errors import InputError, unknown
-from .images import IMAGENET
+from ..inputs import CLASSES, plain_file, user_path
+from ..lanes.machine import free_memory
+from .images import IMAGENET, opened_image
 from .source import Mask, Pixels, Source, Targets
 
 IMAGES = ("images", "x", "X", "data")
 ENCODED = ("jpeg", "png", "encoded")
 LABELS = ("labels", "y", "Y", "targets", "label")
-CLASSES = ("classes", "class_names", "label_names")
+CLASSES_KEYS = ("classes", "class_names", "label_names")
 SITES = {"site": ("sites", "site_names"), "domain": ("domains", "domain_names"), "client": ("clients", "client_names")}
 PIECES = (("x_{}", "y_{}"), ("{}_images", "{}_labels"), ("images_{}", "labels_{}"))
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+KEYS = {
+    *(*IMAGES, *ENCODED, *LABELS, *CLASSES_KEYS, *SITES, "offset", "split", "test", "val"),
+    *(name for names in SITES.values() for name in names),
+    *(pattern.format(word) for pair in PIECES for pattern in pair for word in SPLITS),
+}
+MORE = 1000  # class numbers that labels may always have; beyond, ten times as many as there are images
 Array = NDArray[Any]
 Arrays = dict[str, Array]
 Pair = tuple[Any, Any]  # images and labels, numpy or torch
@@ -80,9 +87,9 @@ def from_sites(sites: Mapping[str, Pair], classes: Sequence[str] | None = None, 
 
 def npz(path: str) -> Source:
     """Returns a `Source` of the arrays in a file; the module's docstring has the keys."""
-    file = Path(path).expanduser()
+    file = user_path(path)
     arrays = _load(file)
-    names = _first(arrays, CLASSES)
+    names = _first(arrays, CLASSES_KEYS)
     classes = None if names is None else names.ravel().tolist()
     if parts := _per_split(file, arrays):
         return _source(file.stem, parts, classes)
@@ -104,7 +111,8 @@ def _source(name: str, parts: Sequence[_Part], classes: Sequence[object] | None)
             raise InputError(f"{part.where}: images {size}, but {first.where} has {expected}")
         if _kind(part.labels) != _kind(first.labels):
             raise InputError(f"{part.where}: labels of another kind than those of {first.where}")
-    names = _class_names(np.concatenate([p.labels for p in parts])) if classes is None else tuple(map(str, classes))
+    every = np.concatenate([p.labels for p in parts])
+    names = _class_names(first.where, every) if classes is None else tuple(map(str, classes))
     images = np.concatenate([p.images for p in parts])
     targets = np.concatenate([_numbered(p.where, p.labels, names) for p in parts])
     counts = [len(p.images) for p in parts]
@@ -120,21 +128,41 @@ def _kind(labels: Array) -> tuple[Any, ...]:
 
 
 def _load(file: Path) -> Arrays:
+    """Returns the arrays with known names; refuses a file whose arrays need more memory than there is."""
     try:
-        with file.open("rb") as f:  # opened here: numpy leaves a damaged file open
-            stored = np.load(f, allow_pickle=False)
-            if isinstance(stored, np.ndarray):
+        with plain_file(file).open("rb") as f:  # opened here: numpy leaves a damaged file open
+            if f.read(6) == b"\x93NUMPY":
                 raise InputError(f"{file} has one array without labels: expected an .npz with images and labels")
-            return {key: stored[key] for key in stored.files}
+            f.seek(0)
+            with np.load(f, allow_pickle=False) as stored:
+                sizes = {key: _length(stored.zip, key) for key in stored.files if key in KEYS}
+                if sum(sizes.values()) > (free := free_memory(torch.device("cpu"))):
+                    raise InputError(f"{file}: its arrays take {sum(sizes.values()):,} bytes, and {free:,} are free")
+                return {key: stored[key] for key in sizes}
     except FileNotFoundError as error:
         raise InputError(f"no such file: {file}") from error
-    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+    except InputError:
+        raise
+    except Exception as error:  # a damaged file can break a reader in any way
         if "Object arrays" in str(error):
             raise InputError(
                 f"{file}: contains Python objects, which are not loaded: save plain arrays of numbers and text "
                 "(numpy.savez with dtype uint8, int64 or str)"
             ) from error
         raise InputError(f"cannot read {file}: it is damaged, or not an .npz file") from error
+
+
+def _length(archive: zipfile.ZipFile, key: str) -> int:
+    """Returns the bytes of an array by its header; refuses a header that says more than the file has."""
+    name = f"{key}.npy" if f"{key}.npy" in archive.namelist() else key
+    with archive.open(name) as f:
+        version = np.lib.format.read_magic(f)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(f)
+    length = math.prod(shape) * dtype.itemsize
+    if length > archive.getinfo(name).file_size and not dtype.hasobject:
+        raise ValueError(f"{key} is cut short")
+    return length
 
 
 def _first(arrays: Arrays, keys: tuple[str, ...]) -> Array | None:
@@ -176,6 +204,8 @@ def pixels_of(where: str, images: Any) -> Pixels:
         x = np.rint(x * 255).astype(np.uint8)
     if x.dtype != np.uint8:
         raise InputError(f"{where}: images of type {x.dtype}: expected uint8, 0 to 255, or float in [0, 1]")
+    if 0 in x.shape[1:]:
+        raise InputError(f"{where}: images {list(x.shape)} have no pixels")
     if x.ndim == 3:
         return x[:, None]
     if x.ndim == 4 and x.shape[3] in (1, 3):
@@ -204,11 +234,10 @@ def _decoded(file: Path, data: Array, offset: Array) -> Pixels:
         raise InputError(f"{file}: the offsets do not cut the {len(data)} bytes into images: the file is damaged")
     images: list[Array] = []
     for i, (start, end) in enumerate(itertools.pairwise(ends.tolist())):
-        try:
-            with Image.open(io.BytesIO(data[start:end].tobytes())) as image:
-                images.append(np.asarray(image.convert("RGB"), np.uint8))
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise InputError(f"{file}: image {i} is damaged or not an image") from error
+        image = opened_image(io.BytesIO(data[start:end].tobytes()), f"{i} in {file}")
+        images.append(np.asarray(image, np.uint8))
+        if len(ends) * images[0].nbytes > (free := free_memory(torch.device("cpu"))):
+            raise InputError(f"{file}: its images take {len(ends) * images[0].nbytes:,} bytes, and {free:,} are free")
         if images[i].shape != images[0].shape:
             raise InputError(f"{file}: image {i} has another size than the first: save all at one size")
     return np.stack(images)
@@ -234,11 +263,19 @@ def _labels(where: str, labels: Any, count: int) -> Array:
     return y
 
 
-def _class_names(labels: Array) -> tuple[str, ...]:
+def _class_names(where: str, labels: Array) -> tuple[str, ...]:
     """Returns names for classes that have none: those of the labels, or numbers."""
-    if labels.ndim == 2:
-        return tuple(f"label-{i}" for i in range(labels.shape[1]))
-    return tuple(sorted(set(labels.tolist()))) if labels.dtype.kind == "U" else tuple(map(str, range(labels.max() + 1)))
+    if labels.dtype.kind == "U":
+        return tuple(sorted(set(labels.tolist())))
+    count = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
+    most = CLASSES if labels.ndim == 2 else min(CLASSES, max(MORE, 10 * len(labels)))
+    if count > most:
+        what = f"{count:,} labels per image" if labels.ndim == 2 else f"label {labels.max()} for {len(labels)} images"
+        raise InputError(
+            f"{where}: {what}: the most classes here are {most:,}: number them from 0, or give all their names as "
+            "classes"
+        )
+    return tuple(f"label-{i}" if labels.ndim == 2 else str(i) for i in range(count))
 
 
 def _numbered(where: str, labels: Array, classes: tuple[str, ...]) -> Targets:
@@ -253,13 +290,10 @@ def _numbered(where: str, labels: Array, classes: tuple[str, ...]) -> Targets:
         if others:
             raise InputError(f"{where}: label {others[0]!r} is not one of its classes")
         return np.array([number[label] for label in labels.tolist()], np.int64)
-    targets = labels.astype(np.int64)
-    bad = np.flatnonzero((targets < 0) | (targets >= len(classes)))
+    bad = np.flatnonzero((labels < 0) | (labels >= len(classes)))
     if len(bad):
-        raise InputError(
-            f"{where}: label {targets[bad[0]]} of image {bad[0]} is out of range (0 to {len(classes) - 1})"
-        )
-    return targets
+        raise InputError(f"{where}: label {labels[bad[0]]} of image {bad[0]} is out of range (0 to {len(classes) - 1})")
+    return labels.astype(np.int64)
 
 
 def _site(file: Path, arrays: Arrays, count: int) -> NDArray[np.str_] | None:
@@ -268,8 +302,11 @@ def _site(file: Path, arrays: Arrays, count: int) -> NDArray[np.str_] | None:
         if key not in arrays:
             continue
         site, names = arrays[key], _first(arrays, tables)
-        if site.shape != (count,):
-            raise InputError(f"{file}: {key} {list(site.shape)} for {count} images")
+        if site.shape != (count,) or site.dtype.kind not in "iuU" or (names is not None and names.ndim != 1):
+            raise InputError(
+                f"{file}: {key} {list(site.shape)} of type {site.dtype} for {count} images: expected a name or number "
+                "for each"
+            )
         if names is not None and site.dtype.kind in "iu":
             if site.min() < 0 or site.max() >= len(names):
                 raise InputError(f"{file}: {key} {site.max()} is out of range: {len(names)} names")

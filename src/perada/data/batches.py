@@ -50,7 +50,10 @@ class ClientBatches:
         self.ahead: tuple[int, list[int], Future[Tensor]] | None = None
         clients = sorted(set(lane_clients))
         longest = {c: max(s for s, lane in zip(steps, lane_clients, strict=True) if lane == c) for c in clients}
-        index = np.zeros((len(clients), max(steps, default=0), batch), np.int64)
+        try:
+            index = np.zeros((len(clients), max(steps, default=0), batch), np.int64)
+        except ValueError as error:  # numpy cannot even count them
+            raise MemoryError(f"{max(steps)} steps are too many for one round: lower Train.epochs") from error
         for row, c in enumerate(clients):
             client = federation.clients[c]
             stream = sample_stream(client.train, longest[c] * batch, seed, round, client.name)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError, unknown
+from ..inputs import plain_file, user_path
 from .arrays import npz
 from .corruption_kinds import CORRUPTIONS
 from .corruptions import SEVERITIES
@@ -133,7 +134,7 @@ def _missing(path: Path) -> InputError:
 
 def _inside(root: str, inner: str, marker: str) -> Path | None:
     """Returns the folder `inner` in `root`, or `root` if it is that folder; `marker` is a file in it."""
-    base = Path(root or ".").expanduser()
+    base = user_path(root or ".")
     if (base / inner).is_dir():
         return base / inner
     return base if (base.is_dir() and base.resolve().name == inner) or (base / marker).is_file() else None
@@ -156,7 +157,7 @@ def _required(root: str, folder: str, marker: str, name: str) -> Path:
 def _bytes(path: Path) -> Pixels:
     """Returns a file's bytes, mapped: nothing is read until it is used."""
     try:
-        return np.memmap(path, np.uint8, "r")
+        return np.memmap(plain_file(path), np.uint8, "r")
     except FileNotFoundError as error:
         raise _missing(path) from error
     except (OSError, ValueError) as error:  # ValueError: an empty file
@@ -165,7 +166,7 @@ def _bytes(path: Path) -> Pixels:
 
 def _npy(path: Path) -> NDArray[Any]:
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.load(plain_file(path), mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:
         raise _missing(path) from error
     except (OSError, ValueError, EOFError) as error:
@@ -178,7 +179,7 @@ def _npy(path: Path) -> NDArray[Any]:
 
 def _lines(path: Path) -> tuple[str, ...]:
     try:
-        return _names(path, [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()])
+        return _names(path, [line.strip() for line in plain_file(path).read_text("utf-8").splitlines() if line.strip()])
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot read the class names: the data set is incomplete; fetch it again") from error
 
@@ -216,7 +217,7 @@ def _source(name: str, parts: list[Part], classes: tuple[str, ...], stats: Stats
 
 
 def _from_npz(root: str, name: str, folder: str, classes: tuple[str, ...], stats: Stats) -> Source:
-    base = Path(root or ".").expanduser()
+    base = user_path(root or ".")
     path = base if base.suffix == ".npz" else base / f"{name}.npz"
     if not path.is_file():
         raise _no_folder(root, folder, f"its batches, or a {path.name}", name)
@@ -291,7 +292,7 @@ def _read_pickle(path: Path) -> dict[str, Any]:
             )
 
     try:
-        with path.open("rb") as f:
+        with plain_file(path).open("rb") as f:
             fields = Unpickler(f, encoding="bytes").load()
         texts = {k.decode("latin1") if isinstance(k, bytes) else str(k): v for k, v in fields.items()}
         return {k: _array(v.state) if isinstance(v, Inert) else v for k, v in texts.items()}

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import InputError, unknown
+from ..inputs import user_path
 from ..lanes import normalised, ops_for, sent
 from .arrays import Pair, from_sites
 from .augment import AUGMENT, DRAWS, SALT, Augment, padding
@@ -21,7 +22,7 @@ from .folder import folder
 from .images import IMAGENET
 from .named import GIVEN, DataOptions, read_source
 from .partition import LEAST
-from .source import Client, Indices, Pixels, Source
+from .source import Client, Indices, Pixels, Source, check_classes, check_sites
 from .split import fingerprint, pixels_hash, split
 
 CPU = torch.device("cpu")
@@ -227,6 +228,8 @@ def blank(facts: Mapping[str, Any], device: torch.device) -> Federation | None:
 def build_federation(options: DataOptions, device: torch.device = CPU, source: Source | None = None) -> Federation:
     """Reads the data set, unless `source` is given, splits it among the clients, and moves it to the device."""
     source = _chosen(source or read_source(options), options)
+    check_classes(source.name, source.classes)
+    check_sites(source.name, source.site)
     clients, server = split(source, options)
     _enough(clients)
     targets = torch.from_numpy(source.targets)
@@ -251,7 +254,7 @@ def build_federation(options: DataOptions, device: torch.device = CPU, source: S
 
 
 def _of_files(path: str | Path, size: int, partition: str, options: Mapping[str, Any]) -> DataOptions:
-    root = str(Path(path).expanduser().absolute())
+    root = str(user_path(path).absolute())
     return DataOptions.of(name="folder", root=root, size=size, partition=partition, **options)
 
 

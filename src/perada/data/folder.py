@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import InputError
+from ..inputs import user_path
 from .images import IMAGENET, decode, image_files, image_names
 from .source import Pixels, Source
 
@@ -20,7 +21,7 @@ DOMAINS = ("Art", "Clipart", "Product", "Real World")
 
 def unlabelled(root: str, size: int) -> Pixels:
     """Returns all images below `root`, in folders of any depth, `[n, 3, size, size]`."""
-    base = Path(root).expanduser()
+    base = user_path(root)
     files = image_files(base)
     if not files:
         raise InputError(f"Distill.data: {root!r} is not a folder with images")
@@ -29,7 +30,7 @@ def unlabelled(root: str, size: int) -> Pixels:
 
 def folder(root: str, size: int, skip_bad: bool) -> Source:
     """Returns all images below `root`. The last folder of a path is the class, the one above it (if any) the site."""
-    base = Path(root).expanduser()
+    base = user_path(root)
     if not root or not base.is_dir():
         what = f"DataOptions.root: no folder {root!r}" if root else "your own images are needed"
         raise InputError(f"{what}: give --data PATH with site/class/image files")
@@ -56,7 +57,7 @@ def office_home(root: str, size: int = 224, skip_bad: bool = False) -> Source:
 
     Reads any other set of domain/class/image files, too, such as PACS exported to folders.
     """
-    base = Path(root).expanduser()
+    base = user_path(root)
     if not root or not base.is_dir():
         raise InputError(
             f"DataOptions.root: no folder {root!r}: give --data FOLDER with Art, Clipart, Product and Real World"

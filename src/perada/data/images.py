@@ -8,28 +8,36 @@ CRC-32. Its name is a hash of everything the pixels depend on, so it never has t
 import hashlib
 import math
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from io import BytesIO
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL
+import torch
 from PIL import Image
 
 from ..errors import InputError
-from ..lanes.machine import cores
+from ..inputs import plain_file
+from ..lanes.machine import cores, free_memory
 from .cache import cache_folder, npy_header, whole_file
 from .source import Mask, Pixels
 
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # the mean and std that ImageNet-trained backbones expect
 
-FORMAT = 1  # of the cache files; a change of `read_image` must raise it
+FORMATS = ("PNG", "JPEG", "BMP", "DIB", "GIF", "TIFF", "PPM", "TGA", "JPEG2000", "WEBP")  # no PostScript
+PIXELS = 89_478_485  # of an image file; from more on Pillow warns of a decompression bomb
+LONGEST = 8  # times the shorter side: what remains of the longer one before an image is scaled
+
+FORMAT = 2  # of the cache files; a change of `read_image` must raise it
 CACHE_FROM = 256  # fewer images are decoded in a moment, and would only litter the cache
 _WINDOW = 1024  # images decoded ahead of the one being stored
 _NAMED = 5  # files that an error names; it counts the others
@@ -38,12 +46,9 @@ _NAMED = 5  # files that an error names; it counts the others
 def read_image(path: Path, size: int) -> Pixels:
     """Returns an image as RGB uint8 `[3, size, size]`: its shorter side is scaled to `size`, its middle is kept."""
     try:
-        with Image.open(path) as image:
-            rgb = _eight_bits(image).convert("RGB")
+        rgb = _middle(opened_image(plain_file(path), str(path)))
     except FileNotFoundError as error:
         raise InputError(f"no such image: {path}") from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise InputError(f"cannot read image {path}: it is damaged or not an image") from error
     scale = size / min(rgb.size)
     rgb = rgb.resize((max(size, round(rgb.width * scale)), max(size, round(rgb.height * scale))))
     left, top = (rgb.width - size) // 2, (rgb.height - size) // 2
@@ -51,13 +56,44 @@ def read_image(path: Path, size: int) -> Pixels:
     return pixels.transpose(2, 0, 1)
 
 
+def opened_image(file: Path | BytesIO, name: str) -> Image.Image:
+    """Returns the first frame of an image file as RGB; refuses one that is damaged or has too many pixels."""
+    try:
+        with Image.open(file, formats=FORMATS) as image:
+            width, height = image.size
+            if 0 < width * height <= PIXELS:
+                pixels = _eight_bits(image)
+                pixels.info.pop("transparency", None)  # Pillow warns of a palette's, and RGB has none
+                return pixels.convert("RGB")
+    except FileNotFoundError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # the warning may be an error
+        raise InputError(f"cannot read image {name}: it has more than {PIXELS:,} pixels: scale it down") from error
+    except Exception as error:  # a damaged file can break a reader in any way
+        raise InputError(f"cannot read image {name}: it is damaged or not an image") from error
+    raise InputError(f"cannot read image {name}: {width}×{height} pixels, not 1 to {PIXELS:,}: scale it")
+
+
 def _eight_bits(image: Image.Image) -> Image.Image:
     """Scales scans of 16 bits per pixel: Pillow's own conversion would clip them to white."""
     if not image.mode.startswith(("I", "F")):
         return image
-    pixels = np.asarray(image, np.float64)
-    top = 65535.0 if pixels.max() > 255 else 255.0
-    return Image.fromarray(np.rint(pixels.clip(0, top) / top * 255).astype(np.uint8))
+    pixels = np.asarray(image)
+    if not np.isfinite(pixels).all():
+        raise ValueError("pixels that are not numbers")
+    top, out = 65535.0 if pixels.max() > 255 else 255.0, np.empty(pixels.shape, np.uint8)
+    step = max(1, (1 << 20) // image.width)
+    for rows in (slice(start, start + step) for start in range(0, image.height, step)):  # to save memory
+        out[rows] = np.rint(pixels[rows].astype(np.float64).clip(0, top) / top * 255)
+    return Image.fromarray(out)
+
+
+def _middle(image: Image.Image) -> Image.Image:
+    """Returns the middle of a very long image: scaled, the whole of it might need gigabytes."""
+    most = LONGEST * min(image.size)
+    left, top = (max(0, length - most) // 2 for length in image.size)
+    box = (left, top, min(image.width, left + most), min(image.height, top + most))
+    return image if box == (0, 0, *image.size) else image.crop(box)
 
 
 def image_files(base: Path) -> list[Path]:
@@ -120,7 +156,7 @@ def stamp(path: Path) -> str:
     """Returns name, time and length of a file, which change when the file does."""
     try:
         stat = path.stat()
-    except OSError:
+    except (OSError, ValueError):
         return f"{path.name}\0missing"
     return f"{path.name}\0{stat.st_mtime_ns}\0{stat.st_size}"
 
@@ -154,20 +190,25 @@ def _cached(
     `check` may refuse the latter, before anything is stored. Two processes that want the same images both decode
     them, and the later file replaces an equal one. If nothing can be written, the images are kept in memory.
     """
-    folder = cache_folder() if count >= CACHE_FROM else None
+    folder, length = cache_folder() if count >= CACHE_FROM else None, 3 * count * size**2
     if folder is not None:
         digest = hashlib.sha256(f"{FORMAT}\0{PIL.__version__}\0{size}\0{count}".encode())
         for part in key:
             digest.update(b"\n" + part.encode(errors="surrogateescape"))
         path = folder / f"images-{digest.hexdigest()}.npy"
         stored = _load(path, count, size)
-        if stored is None:
+        if stored is None and length < shutil.disk_usage(folder).free:
             with suppress(OSError):  # no rights, or a full disk
                 _store(path, count, size, read(), check)
             stored = _load(path, count, size)
         if stored is not None:
             check(stored[1])
             return stored
+    if length > (free := free_memory(torch.device("cpu"))):
+        raise InputError(
+            f"{count:,} images of {size}×{size} pixels take {length:,} bytes, and {free:,} are free: choose a smaller "
+            "DataOptions.size"
+        )
     images, readable, number = np.empty((count, 3, size, size), np.uint8), np.zeros(count, np.bool_), 0
     for i, pixels in enumerate(read()):
         if pixels is not None:

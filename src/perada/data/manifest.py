@@ -23,9 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError, unknown
+from ..inputs import CLASSES, plain_file, user_path
 from .arrays import SPLITS, split_masks
 from .images import IMAGENET, decode, image_names
-from .source import Source, Targets
+from .source import Source, Targets, check_classes
 
 KNOWN = ("path", "site", "split")
 BINARY = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}
@@ -57,7 +58,7 @@ class Table:
     def require(self, rows: Sequence[int], files: Sequence[Path]) -> None:
         """Refuses a table that names images which are not there; the first such row shows a wrong folder best."""
         for row, path in zip(rows, files, strict=True):
-            if not path.is_file():
+            if not os.path.isfile(path):  # Path.is_file raises an error where a name is too long
                 raise self.refuse(
                     row,
                     f"no image {path}: correct the path, or skip missing images with DataOptions.skip_bad=true",
@@ -71,7 +72,7 @@ def manifest(
 
     labels: the label columns, if there are further columns; site_column: the column that has the sites.
     """
-    table = read_table(Path(path).expanduser(), (*KNOWN, "label"))
+    table = read_table(user_path(path), (*KNOWN, "label"))
     has = f"it has {', '.join(table.columns)}"
     if site_column != "site":
         if site_column not in table.columns:
@@ -106,12 +107,14 @@ def manifest(
 def read_table(file: Path, lower: Sequence[str] = ()) -> Table:
     """Returns the table in a file; column names in `lower` may be written in capitals, too."""
     try:
-        with file.open(newline="", encoding="utf-8-sig") as f:
+        with plain_file(file).open(newline="", encoding="utf-8-sig") as f:
             header = f.readline()
             f.seek(0)
             # By what the header has and not by the file's ending: spreadsheets also write ';' into a .csv.
             reader = csv.reader(f, delimiter=max(",\t;", key=header.count))
             names = [n.lower() if n.lower() in lower else n for n in map(str.strip, next(reader, []))]
+            if len(names) > CLASSES:
+                raise InputError(f"{file}: {len(names):,} columns, and the most is {CLASSES:,}")
             if len(set(names)) != len(names) or "" in names:
                 raise InputError(f"{file}: the first row must name the columns, each by a name of its own")
             rows, lines = [], []
@@ -134,8 +137,9 @@ def _targets(table: Table, names: Sequence[str]) -> tuple[Targets, tuple[str, ..
         advice = "not 0 or 1: name the label columns with DataOptions.labels"
         return table.numbers(names, BINARY, advice).astype(np.uint8), tuple(names)
     values = table.columns[names[0]]
-    numbers = all(value.isascii() and value.isdigit() for value in values)
+    numbers = all(value.isascii() and value.isdigit() and len(value) < 20 for value in values)
     classes = sorted(set(values), key=lambda value: (int(value) if numbers else 0, value))
+    check_classes(f"{table.file}: column {names[0]}", classes)
     number = {value: i for i, value in enumerate(classes)}
     return np.array([number[value] for value in values], np.int64), tuple(classes)
 
@@ -166,7 +170,7 @@ def chexpert(root: str, size: int = 64, uncertain: Uncertain = "ones", skip_bad:
     """
     if uncertain not in get_args(Uncertain):
         raise unknown("policy for uncertain labels", uncertain, get_args(Uncertain))
-    base = Path(root or ".").expanduser()
+    base = user_path(root or ".")
     base = base / CHEXPERT if (base / CHEXPERT).is_dir() else base
     if not (base / "train.csv").is_file():
         raise InputError(

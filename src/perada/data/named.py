@@ -21,6 +21,7 @@ from .source import Source
 
 GROUP = "perada.datasets"
 GIVEN = "given"  # what a run folder calls data, images or a network that were given from Python
+SIDE = 4096  # pixels that an image may be scaled to
 _TABLES = (".npz", ".csv", ".tsv")
 
 
@@ -77,6 +78,10 @@ class DataOptions:
             )
         if self.size < 8:
             raise ValueError(f"size must be at least 8 pixels, not {self.size}")
+        if self.size > SIDE:
+            raise ValueError(
+                f"size must be at most {SIDE} pixels, not {self.size}: one image would take {3 * self.size**2:,} bytes"
+            )
 
     @classmethod
     def of(cls, **options: Any) -> Self:

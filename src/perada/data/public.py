@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..inputs import user_path
 from ..lanes import LaneModel, Stem
 from ..plugins import PATH, called, find
 from .arrays import npz, pixels_of
@@ -60,7 +61,7 @@ def _read(name: str, size: int, root: str) -> Pixels:
         return stl10_public(home, size) if name == "stl10" else _training(SOURCES[name](DataOptions(name, home)))
     if Path(name).suffix.lower() == ".npz":
         return _training(npz(name))
-    if Path(name).expanduser().is_dir():
+    if user_path(name).is_dir():
         return unlabelled(name, size)
     if not is_public_name(name):
         raise InputError(f"Distill.data: {name!r} is not a folder with images, nor one of: {', '.join(PUBLIC)}")

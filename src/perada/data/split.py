@@ -131,10 +131,16 @@ def _by_site(
             "(DataOptions.site): to simulate sites, set DataOptions.partition=dirichlet and DataOptions.clients=N"
         )
     free, declared_val, declared_test = pools
-    site = source.site
-    names, parts = np.unique(site), []
-    for name in names:
-        mine, val, test = (pool[site[pool] == name] for pool in (free, declared_val, declared_test))
+    names, owner = np.unique(source.site, return_inverse=True)
+    owner = owner.reshape(-1)  # only numpy 2.0 gives [N, 1]
+
+    def of_sites(pool: Indices) -> list[Indices]:
+        """Returns each site's part of a pool; in one pass, because there may be many sites."""
+        ends = np.cumsum(np.bincount(owner[pool], minlength=len(names)))
+        return np.split(pool[np.argsort(owner[pool], kind="stable")], ends[:-1])
+
+    parts = []
+    for name, mine, val, test in zip(names, *map(of_sites, (free, declared_val, declared_test)), strict=True):
         own = rng_of(options.seed, "split", str(name))
         parts.append(_hold_out(labels, mine, test, val, options, own, left=1 - options.test))
     train = np.sort(np.concatenate([train for *_, train in parts]))

@@ -3,7 +3,7 @@
 The ServerApp reads server.toml from $PERADA_FLOWER_SERVER. The ClientApp reads the node-config key `site`,
 or else $PERADA_FLOWER_SITE (site.toml), or else (in Flower's simulation engine) entry `partition-id` of
 $PERADA_FLOWER_SITES, paths joined as in $PATH. In the run-config, `run` names the run, `resume` continues it, and
-`continue-from` names a run to begin from.
+`continue-from` names a run to begin from. `from-round` takes a run back to the state after so many rounds.
 
 The server saves a round before it sends anything of the next one. So a server that is killed anywhere goes on with the
 round after its last checkpoint, and sites that have trained that round answer from their disks.
@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -35,7 +36,7 @@ from ..runs.train import conclude, train_in
 from .client import Site, backbone_state, handle, planned_network, shapes_of, weights_digest
 from .cohort import FlowerCohort
 from .link import Link, Owners
-from .records import Diary, ending, open_run
+from .records import Diary, ending, go_back, open_run
 from .settings import Plan, ServerSettings, SiteSettings
 from .site_data import empty_federation, public_test
 
@@ -78,6 +79,7 @@ def _site(file: str) -> Site:
 def main(grid: Grid, context: Context) -> None:
     """Trains a run to its last round. An error ends it with one line."""
     config = context.run_config
+    back: Any = config.get("from-round")
     try:
         file = os.environ.get("PERADA_FLOWER_SERVER")
         if not file:
@@ -88,6 +90,7 @@ def main(grid: Grid, context: Context) -> None:
             str(config.get("run") or "run"),
             bool(config.get("resume", False)),
             str(config.get("continue-from") or ""),
+            back=None if back is None or int(back) < 0 else int(back),
         )
     except (InputError, RunError) as error:
         raise RuntimeError(f"error: {error}") from None
@@ -100,13 +103,20 @@ def serve(
     resume: bool = False,
     start: str = "",
     step: Step = lambda what, round: None,
+    back: int | None = None,
 ) -> Path:
-    """Trains a run to its last round; returns its folder. `step` hears of every boundary at which a server may die."""
+    """Trains a run to its last round; returns its folder.
+
+    step: hears of every boundary at which a server may die. back: the run first goes back to its state after so many
+    rounds.
+    """
     with _one_line(settings.runs()):
-        folder, diary = open_run(settings, name, resume, start)
+        folder, diary = open_run(settings, name, resume or back is not None, start, back)
     with locked(folder.path):
         try:
             with _one_line(folder.path):
+                if back is not None:
+                    go_back(folder, diary, back)
                 experiment = _experiment(grid, diary)
                 experiment.mark = step
                 _restore(experiment, folder, diary)

@@ -21,7 +21,6 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_ec_curve
 
 from ..errors import InputError
 from .settings import check_sites
@@ -96,6 +95,8 @@ def read_keys(folder: Path) -> dict[str, bytes]:
 
 def good_keys(keys: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[str]]:
     """Returns the keys that Flower accepts and that belong to one site, and a line about each of the others."""
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_ec_curve  # `train` needs none
+
     owners: dict[bytes, list[str]] = {}
     problems = []
     for name, data in keys.items():

@@ -4,15 +4,15 @@ import math
 from collections.abc import Iterable
 
 from flwr.app import RecordDict
-from torch import Tensor
 
 from ..config import in_keys
-from ..lanes import LaneModel, State
-from ..methods import Method, declared_upload
-from .messages import Refused, flat, unflat, unpack
+from ..lanes import State
+from ..server.aggregate import ABSURD
+from ..server.checks import check_upload_values
+from .messages import Refused, unpack
 
 Number = float | list[float] | None
-PARTS = {"params": "parameters", "buffers": "statistics"}
+MAX_LOSS = ABSURD
 
 
 def why_not(error: Exception) -> str:
@@ -20,39 +20,11 @@ def why_not(error: Exception) -> str:
     return in_keys(str(error)) if isinstance(error, Refused) else f"it cannot be read ({type(error).__name__})"
 
 
-def expected_upload(method: Method, model: LaneModel, broadcast: State) -> State:
-    """Returns the reference for an upload: the broadcast's values where it has the name, else the declared values."""
-    declared, known = flat(declared_upload(method, model)), flat(broadcast)
-    return unflat({name: known.get(name, tensor) for name, tensor in declared.items()})
-
-
 def checked_upload(content: RecordDict, reference: State, bound: float) -> State:
-    """Returns a site's upload if it is what the method declares and not absurdly far from the reference.
-
-    Each part has a bound of its own: ‖upload − reference‖ ≤ bound · max(1, ‖reference‖). Parts are the parameters, the
-    running statistics, and whatever the method joins to them under a key. SCAFFOLD's control variates (`dc/...`) are
-    such a part. The broadcast has none of that name, so they are compared with the values that the method declares,
-    which are zeros: their norm may be up to `bound`, whatever the norm of the model.
-    """
-    upload = unpack(content, reference)
-    new, old = flat(upload), flat(reference)
-    parts: dict[str, list[str]] = {}
-    for name in old:
-        parts.setdefault(name.rpartition("/")[0], []).append(name)
-    for part, names in parts.items():
-        distance = _norm(new[n].double() - old[n].double() for n in names)
-        size = max(1.0, _norm(old[n].double() for n in names))
-        if not distance <= bound * size:
-            kind, _, key = part.partition("/")
-            what = f"{PARTS[kind]} {key}".rstrip()
-            raise Refused(
-                f"its {what} are {distance:.3g} from their reference, whose norm is {size:.3g} (Rounds.norm_bound)"
-            )
+    """Returns a site's upload if it is what the method declares and its values can be believed."""
+    upload = unpack(content, reference, finite=False)
+    check_upload_values(upload, reference, bound)
     return upload
-
-
-def _norm(tensors: Iterable[Tensor]) -> float:
-    return math.sqrt(sum(float((t * t).sum()) for t in tensors))
 
 
 def sample_count(value: Number, limit: int) -> float:
@@ -65,12 +37,18 @@ def sample_count(value: Number, limit: int) -> float:
 
 
 def guard_losses(value: Number, candidates: int) -> list[float]:
-    """Returns a site's losses of the guard's candidates; NaN is an abstention."""
+    """Returns a site's losses of the guard's candidates.
+
+    A site has an opinion on all candidates or on none: with a NaN among its losses all are NaN. A loss above
+    `MAX_LOSS` says that a candidate is useless, and no number says more.
+    """
     if not isinstance(value, list) or len(value) != candidates:
         raise Refused(f"{candidates} losses were asked for")
     if any(x < 0 or math.isinf(x) for x in value):
         raise Refused("a loss is negative or infinite")
-    return value
+    if any(math.isnan(x) for x in value):
+        return [math.nan] * candidates
+    return [min(x, MAX_LOSS) for x in value]
 
 
 def mean_loss(values: Iterable[Number]) -> float | None:

@@ -30,7 +30,8 @@ from ..lanes.machine import device_of
 from ..methods import Finisher, Judge
 from ..models import Backbone, backbone
 from ..runs.folder import write_atomic
-from .messages import Numbers, Refused, Reply, Request, digest, message, read_request, unpack
+from .checks import MAX_LOSS
+from .messages import UNDONE, Numbers, Refused, Reply, Request, digest, message, printable, read_request, unpack
 from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id
 from .site_data import public_test, site_federation
 from .site_state import Entry, SiteState
@@ -120,7 +121,8 @@ class Site:
 
     @property
     def state(self) -> SiteState:
-        return SiteState(Path(self.settings.state), self.settings.federation, self.settings.name)
+        s = self.settings
+        return SiteState(Path(s.state), s.federation, s.name, s.keep)
 
     def work(self, plan: str) -> Work:
         if plan not in self._work:
@@ -133,6 +135,7 @@ class Site:
         return self._work[plan]
 
     def log(self, text: str) -> None:
+        text = "\n".join(map(printable, text.splitlines()))  # it may repeat words of the server
         print(f"site {self.settings.name}: {text}", file=sys.stderr, flush=True)
 
     def reply(
@@ -175,6 +178,8 @@ def _check_words(request: Request) -> None:
             raise Refused(f"{what} must be from 0 to {MAX_ROUND - 1}")
     if not 0 <= request.within < math.inf:
         raise Refused("within is not a number of seconds")
+    if not UNDONE.fullmatch(request.undone):
+        raise Refused("undone is not a list of rounds")
 
 
 def _handle(site: Site, request: Request, content: RecordDict) -> RecordDict:
@@ -194,7 +199,9 @@ def _handle(site: Site, request: Request, content: RecordDict) -> RecordDict:
         if request.kind == "weights":
             return _weights(work, request, content)
         received = unpack(content, work.experiment.now.broadcast)
-        site.state.save_broadcast(request.run, request.plan, request.start, request.start_round, received)
+        site.state.check_history(request.run, request.undone)
+        words = (request.plan, request.start, request.start_round, request.undone)
+        site.state.save_broadcast(request.run, *words, received)
         if request.kind == "train":
             return _train(work, request, received)
         if request.kind == "evaluate":
@@ -234,6 +241,9 @@ def _kept(work: Work, request: Request) -> State:
     first = experiment.now.kept
     if isinstance(experiment.method, Finisher):
         return first  # before the last stage clients keep nothing
+    base = state.base(request.run, request.round)
+    if base is not None and base >= request.round:
+        work.site.log(f"its state before round {request.round} is gone: it goes on from its oldest, of round {base}")
     kept = state.before(request.run, request.round)
     if kept is None and request.start:
         kept = state.before(request.start, request.start_round)
@@ -254,11 +264,13 @@ def _train(work: Work, request: Request, received: State) -> RecordDict:
     if entry is None:
         now = replace(work.experiment.now, round=request.round, broadcast=received, kept=kept)
         uploads = work.cohort.train(now, [0])
-        entry = _saved(work, request, seen, uploads.kept or State(), uploads.states, uploads.report())
-    numbers["loss"] = float(entry.said["loss"])
+        entry = _saved(work, request, seen, uploads.kept or State(), uploads.states, uploads.report)
+    if entry.said["loss"] is not None:
+        numbers["loss"] = float(entry.said["loss"])
     if work.config.train.weighting == "samples":
         numbers["samples"] = float(len(work.federation.clients[0].train))
-    return work.site.reply(request, entry.upload, numbers, failed=bool(entry.said["failed"]))
+    failed = bool(entry.said["failed"])
+    return work.site.reply(request, None if failed else entry.upload, numbers, failed=failed)
 
 
 def _finish(work: Work, request: Request, received: State) -> RecordDict:
@@ -277,8 +289,8 @@ def _finish(work: Work, request: Request, received: State) -> RecordDict:
 def _saved(work: Work, request: Request, seen: str, kept: State, upload: State, report: Report) -> Entry:
     """Writes the site's work to its disk, before anybody hears of it."""
     said = {"loss": report.loss, "failed": bool(report.failed)}
-    earlier = [r for r in work.site.state.rounds(request.run) if r < request.round]
-    entry = Entry(request.round, earlier[-1] if earlier else None, seen, kept, upload, said)
+    base = work.site.state.base(request.run, request.round)
+    entry = Entry(request.round, base, seen, kept, upload, said, request.undone)
     work.site.state.save(request.run, entry)
     work.site.trained += 1
     return entry
@@ -292,7 +304,8 @@ def _score(work: Work, request: Request, content: RecordDict) -> RecordDict:
     judged = len(experiment.distill.judged())
     candidates = unpack(content, experiment.now.broadcast, judged, finite=False)  # one that diverged loses by its loss
     losses = experiment.method.client_score(work.cohort.trainer_of([0], request.round), candidates)[:, 0]
-    losses = losses.nan_to_num(nan=math.nan, posinf=torch.finfo(losses.dtype).max)  # the server refuses infinity
+    if not losses.isnan().all():  # it has data: a loss that is not finite is the candidate's fault
+        losses = losses.nan_to_num(nan=MAX_LOSS, posinf=MAX_LOSS).clamp(max=MAX_LOSS)
     return work.site.reply(request, numbers={"losses": losses.tolist()})
 
 

@@ -19,11 +19,13 @@ from ..client.scores import Scores
 from ..errors import InputError, RunError
 from ..experiment import Experiment
 from ..lanes import State, stack
-from ..methods import Judge
+from ..methods import Judge, expected_upload
 from ..runs.moment import Moment
-from .checks import checked_upload, expected_upload, guard_losses, mean_loss, sample_count, why_not
+from ..server.checks import unlike_others
+from .checks import checked_upload, guard_losses, mean_loss, sample_count, why_not
 from .link import RESUME, Clock, Link
-from .messages import Numbers, Refused, Request, message, one_line, read_numbers, read_reply, read_request
+from .messages import Numbers, Refused, Request, message, most_bytes, one_line, read_numbers, read_reply, read_request
+from .quarantine import PAUSE
 from .records import Diary
 from .settings import Plan
 
@@ -35,14 +37,23 @@ GUARD = 0.2  # the share of a round's time that is kept for the guard
 class Answer:
     """What a site answered, checked."""
 
+    kind: str  # of the request
     numbers: Numbers
-    failed: bool  # its training diverged
+    failed: bool  # its training diverged: it has no upload
     upload: State = field(default_factory=State)
     samples: float = 0.0  # where the mean is weighted by them
     losses: Sequence[float] = ()  # of the guard's candidates
 
+    @property
+    def uploaded(self) -> bool:
+        return self.kind == "train" and not self.failed
+
 
 Answers = dict[str, Answer]  # by site
+
+
+class Declined(Refused):
+    """A site says that it has no answer. That is no reason to distrust it."""
 
 
 class FlowerCohort:
@@ -62,6 +73,7 @@ class FlowerCohort:
         self.clock = Clock.start(self.limits.deadline_s)  # each try of a round starts its own
         self.uploaded: list[str] = []  # the sites of the last round
         self.final: Answers | None = None  # of the last stage
+        self.told: set[tuple[str, float]] = set()  # claims of samples that were cut
         self.due = False  # whether the next round's messages ask for scores
 
     @property
@@ -74,17 +86,29 @@ class FlowerCohort:
         evaluate, self.due = self.due, False
         cohort = [self.sites[m] for m in sampled]
         answers, refused = self._collect(now, "train", cohort, evaluate)
-        self.uploaded = sorted(s for s in cohort if s in answers)
+        trained = [s for s in cohort if s in answers and answers[s].kind == "train"]
+        self.uploaded = [s for s in trained if answers[s].uploaded]
         uploads = [answers[s] for s in self.uploaded]
         report = Report(
             mean_loss(a.numbers.get("loss") for a in uploads),
-            tuple(s for s in self.uploaded if answers[s].failed),
-            tuple(s for s in cohort if s not in answers),
+            tuple(s for s in trained if answers[s].failed),
+            tuple(s for s in cohort if s not in trained),
             {s: why for s, why in refused.items() if s not in answers},
         )
-        states, weights = stack(*(a.upload for a in uploads)), [a.samples for a in uploads]
+        weights = self._weighed({s: answers[s].samples for s in self.uploaded}) if self.by_samples else None
         scores = self._scores(answers) if evaluate else None
-        return Uploads(states, len(uploads), lambda: report, weights if self.by_samples else None, scores=scores)
+        return Uploads(
+            stack(*(a.upload for a in uploads)) if uploads else State(), self.uploaded, report, weights, scores=scores
+        )
+
+    def _weighed(self, claims: dict[str, float]) -> list[float]:
+        """Returns the samples of each site that uploaded. A claim that the rule cuts is reported once."""
+        samples = list(claims.values())
+        for site, most in zip(claims, self.experiment.rule.weights(samples) or samples, strict=True):
+            if most < claims[site] and (site, claims[site]) not in self.told:
+                self.told.add((site, claims[site]))
+                self.diary.tell(site, "cut", f"it says it has {claims[site]:.6g} samples: counted as {most:.6g}")
+        return samples
 
     def score(self, now: Moment, candidates: State) -> Tensor:
         """Returns the guard's losses of the sites that uploaded; NaN where no good answer came in time."""
@@ -123,7 +147,7 @@ class FlowerCohort:
     def _request(self, now: Moment, kind: str, within: float = 0.0, evaluate: bool = False) -> Request:
         d = self.diary
         name = d.settings.federation.name
-        return Request(name, d.run, now.round, kind, self.plan, d.start, d.start_round, evaluate, within)
+        return Request(name, d.run, now.round, kind, self.plan, d.start, d.start_round, evaluate, within, d.history)
 
     def _reach(self, now: Moment, wanted: int, cohort: Sequence[str]) -> None:
         """Looks who is there and starts the round's clock; waits only if too few are, and at most half the round."""
@@ -156,64 +180,116 @@ class FlowerCohort:
     def _collect(self, now: Moment, kind: str, cohort: Sequence[str], evaluate: bool) -> tuple[Answers, dict[str, str]]:
         """Returns the answers of the cohort (and the other sites' scores), and why others were refused.
 
-        If too few sites did their work, the rest is asked again; scores alone may be missing.
+        If too few sites did their work, the rest is asked again; scores alone may be missing. A site in quarantine is
+        not asked to train, and does not count as missing.
         """
         answers, refused = Answers(), dict[str, str]()
         train = kind == "train"
-        needed = 0 if kind == "evaluate" else min(self.limits.min_sites, len(cohort))
         stage, what = (f"round {now.round}", "uploads") if train else ("the last stage", "answers")
         for attempt in range(self.limits.retries + 1):
             first = attempt == 0
-            self._reach(now, len(cohort) if first and not train else needed, cohort)
+            asked = self._not_in_quarantine(now, cohort) if train else cohort
+            needed = self._needed(now, kind, asked)
+            self._reach(now, len(asked) if first and not train else needed, asked)
             limit = self.clock.left(self._kept_for_guard(now) if train else 0.0)
             work = message(self._request(now, kind, limit, evaluate), now.broadcast)
-            messages = {s: work for s in cohort if s not in answers and self._ready(s)}
+            messages = {s: work for s in asked if s not in answers and self._ready(s)}
             if evaluate and first:
                 others = message(self._request(now, "evaluate", limit, True), now.broadcast)
-                messages |= {s: others for s in self.sites if s not in cohort and self._ready(s)}
+                messages |= {s: others for s in self.sites if s not in asked and self._ready(s)}
             weights = self._weights(now, limit)  # a newcomer gets them beside the others' round and joins the next
             self.experiment.mark("sending" if train else "finishing", now.round)
             good, bad = self._ask(now, {**messages, **weights}, limit)
             answers |= {s: a for s, a in good.items() if s in messages}
+            if train:
+                bad |= self._unlike(now, answers)
+                for site in (s for s, a in answers.items() if a.uploaded):
+                    self.diary.quarantine.accept(site)
             refused |= {s: why for s, why in bad.items() if s in messages}
-            done = [s for s in cohort if s in answers]
+            done = [s for s in asked if s in answers and (answers[s].uploaded or not train)]
+            needed = self._needed(now, kind, asked)  # an upload may just have put its site in quarantine
             if len(done) >= needed:
                 return answers, refused
             self.diary.tell("", "short", f"{len(done)} of at least {needed} {what}, attempt {attempt + 1}")
-        away = ", ".join(s for s in cohort if s not in answers)
-        problem = f"{stage}: {len(done)} good {what}, {needed} needed (Rounds.min_sites); without one: {away}"
+            if all(s in answers for s in asked):  # asked again, a site whose training diverged says so again
+                break
+        problem = f"{stage}: {len(done)} good {what}, {needed} needed (Rounds.min_sites)"
+        for why, sites in (
+            ("without one", [s for s in asked if s not in answers]),
+            ("their training diverged", [s for s in asked if s in answers and s not in done]),
+        ):
+            problem += f"; {why}: {', '.join(sites)}" if sites else ""
         raise RunError(problem, RESUME)
+
+    def _needed(self, now: Moment, kind: str, asked: Sequence[str]) -> int:
+        """Returns how many sites must have done their work; those in quarantine do not count as missing."""
+        if kind == "evaluate":
+            return 0
+        sites = [s for s in asked if kind != "train" or not self.diary.quarantine.holds(s, now.round)]
+        return min(self.limits.min_sites, max(1, len(sites)))
+
+    def _expected(self, now: Moment) -> State:
+        return expected_upload(self.experiment.method, self.experiment.model, now.broadcast)
+
+    def _unlike(self, now: Moment, answers: Answers) -> dict[str, str]:
+        """Removes the uploads that are absurd beside the others' (`unlike_others`); returns why."""
+        sites = [s for s in answers if answers[s].upload.lanes]
+        found = unlike_others(stack(*(answers[s].upload for s in sites)), self._expected(now)) if sites else {}
+        for lane, why in found.items():
+            del answers[sites[lane]]
+            self._refuse(now, sites[lane], "train", why)
+        return {sites[lane]: why for lane, why in found.items()}
 
     def _ask(self, now: Moment, messages: Mapping[str, RecordDict], within: float) -> tuple[Answers, dict[str, str]]:
         """Sends each site its message; returns the answers that pass every check, and why others were refused."""
         answers, refused = Answers(), dict[str, str]()
-        for site, content in sorted(self.link.exchange(messages, within).items()):
+        upload = most_bytes(self._expected(now))
+        for site, content in sorted(self.link.exchange(messages, within, upload).items()):
             request = read_request(messages[site])
             try:
+                if isinstance(content, Refused):
+                    raise content
                 answers[site] = self._checked(now, site, request, content)
             except Exception as error:
                 refused[site] = why_not(error)
-                self.diary.tell(site, "refused", f"{request.kind}: {refused[site]}")
+                self._refuse(now, site, request.kind, refused[site], believed=isinstance(error, Declined))
         return answers, refused
+
+    def _not_in_quarantine(self, now: Moment, cohort: Sequence[str]) -> list[str]:
+        asked, back = self.diary.quarantine.split(cohort, now.round)
+        for site in back:
+            self.diary.tell(site, "returned", "it is asked to train again after its quarantine")
+        return asked
+
+    def _refuse(self, now: Moment, site: str, kind: str, why: str, believed: bool = False) -> None:
+        """Reports a refused answer, and counts a refused upload. believed: the site itself said that it has none."""
+        self.diary.tell(site, "refused", f"{kind}: {why}")
+        if kind != "train" or believed:
+            return
+        if self.diary.quarantine.refuse(site, now.round):
+            many = len(self.diary.quarantine.refused[site])
+            self.diary.tell(site, "quarantined", f"{many} refused uploads in a row: not asked for {PAUSE} rounds")
+        self.diary.status("running", now.round)
 
     def _checked(self, now: Moment, site: str, request: Request, content: RecordDict) -> Answer:
         """Returns the content of a reply, if it is this site's to this request and holds what it should."""
         reply = read_reply(content)
         if reply.error:
-            raise Refused(one_line(reply.error))
+            raise Declined(one_line(reply.error))
         if reply.site != site:
             raise Refused(f"the reply says it is {reply.site[:64]!r}")
         if reply.subject != request.subject:
             raise Refused(f"late: of run {reply.run[:64]!r}, round {reply.round}, {reply.kind[:16]!r}")
-        answer = Answer(read_numbers(content), reply.failed)
+        answer = Answer(request.kind, read_numbers(content), reply.failed)
         if reply.needs == "weights":  # it came back without its disk
             self.link.needs.add(site)
-            raise Refused("it needs the weights again")
+            raise Declined("it needs the weights again")
         if request.kind == "weights":
             self.link.needs.discard(site)
-        if request.kind == "train":
-            reference = expected_upload(self.experiment.method, self.experiment.model, now.broadcast)
-            answer.upload = checked_upload(content, reference, self.limits.norm_bound)
+        if reply.failed and request.kind == "train":  # an older site sends its last finite state, which is not used
+            self.diary.tell(site, "diverged", "its training stopped being finite: it has no upload in this round")
+        elif request.kind == "train":
+            answer.upload = checked_upload(content, self._expected(now), self.limits.norm_bound)
             if self.by_samples:
                 answer.samples = sample_count(answer.numbers.get("samples"), self.limits.max_samples)
         if request.kind == "score":

@@ -13,6 +13,7 @@ from ..config import toml_value
 from ..errors import InputError, RunError
 from ..runs.folder import RunFolder, write_atomic
 from .address import Address, NoAnswer, probe
+from .messages import one_line, printable
 from .processes import environment, program
 
 CALL_S = 60.0  # the longest that one of Flower's commands may take
@@ -69,7 +70,7 @@ class Control:
         if done.returncode == 0 and answer.get("success", True):
             return answer
         why = str(answer.get("error-message") or done.stderr or done.stdout).strip().splitlines()
-        raise RunError(f"flwr {words[0]}: {why[-1].strip() if why else f'code {done.returncode}'}")
+        raise RunError(f"flwr {words[0]}: {one_line(why[-1]) if why else f'code {done.returncode}'}")
 
     def _flwr(self, *words: str) -> subprocess.CompletedProcess[str]:
         command, env = [program("flwr"), *words], environment(self.home)
@@ -134,9 +135,10 @@ class Control:
         finally:
             copy.unlink(missing_ok=True)
 
-    def start(self, app: Path, run: str, resume: bool, after: str) -> str:
+    def start(self, app: Path, run: str, resume: bool, after: str, back: int | None = None) -> str:
         """Starts a run of the app; returns its number at Flower."""
         config = f"run={toml_value(run)} resume={toml_value(resume)} continue-from={toml_value(after)}"
+        config += "" if back is None else f" from-round={back}"
         return str(self.call("run", str(app), LINK, "--run-config", config)["run-id"])
 
     def run_status(self, number: str) -> str:
@@ -148,31 +150,48 @@ class Control:
         """Returns the last `error: ...` in a run's log, which Flower does not show by itself."""
         done = self._flwr("log", number, LINK, "--show")
         errors = re.findall(r"\berror: (.+)", done.stdout + done.stderr)
-        return errors[-1].strip() if errors else ""
+        return printable(errors[-1].strip()) if errors else ""
 
     def stop(self, number: str) -> None:
         self.call("stop", number, LINK)
 
 
 class Follower:
-    """Reports what the files of a run say, each thing once; skips what an earlier try of the run left."""
+    """Reports what the files of a run say, each thing once; skips what an earlier try of the run left.
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+    back: the run goes back to this round; nothing is reported before it has.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None], back: int | None = None) -> None:
         self.folder, self.say = folder, say
-        self.rows, self.events = len(RunFolder(folder).metrics()), len(self._events())
+        rounds = [row["round"] for row in RunFolder(folder).metrics()]
+        self.rows, self.events = len([r for r in rounds if back is None or r <= back]), len(self._events())
+        self.undone = -1 if back is None else self._undone(self._about())
 
     def look(self) -> dict[str, Any]:
         """Reports what is new; returns flower.json, empty before there is one."""
+        if self._undone(about := self._about()) <= self.undone:
+            return {}
         rows, events = RunFolder(self.folder).evaluations(), self._events()
         for row in rows[self.rows :]:
             self.say(f"round {row.round}: {row.brief()}")
         for event in events[self.events :]:
-            self.say(f"round {event['round']}: {event['site'] or 'server'}: {event['event']}: {event['detail']}")
+            line = f"round {event['round']}: {event['site'] or 'server'}: {event['event']}: {event['detail']}"
+            self.say(printable(line))  # an older version wrote what a site said as it was
         self.rows, self.events = max(self.rows, len(rows)), max(self.events, len(events))
+        return about
+
+    def _about(self) -> dict[str, Any]:
         try:
             return dict(json.loads((self.folder / "flower.json").read_text("utf8")))
         except (FileNotFoundError, ValueError):
             return {}
+
+    @staticmethod
+    def _undone(about: dict[str, Any]) -> int:
+        """Returns how often a run has gone back."""
+        undone = about.get("undone")
+        return len(undone) if isinstance(undone, list) else 0
 
     def _events(self) -> list[dict[str, Any]]:
         file, events = self.folder / "events.jsonl", []

@@ -7,6 +7,7 @@
   commands are accepted from this machine only (`LocalOnly`).
 - A site would run any code that the server sends, and the server any app that a local user gives it. Here both accept
   only an app without code that names PerAda's own two components (`problem_of`).
+- A request's body may have any size, and all of it is read. Here it is bounded.
 - A node looks for messages every 3 seconds, sends a heartbeat every 30, and waits up to 20 before it tries a lost
   server again. Here all of that is faster, so that rounds are short and sites are back soon.
 - A node starts a process per message, which loads torch each time. Here `superexec` forks one.
@@ -35,6 +36,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 MARK = "perada: "
 FLEET = "/v1/fleet/"
 COMPONENTS = {"serverapp": "perada.flower.app:server_app", "clientapp": "perada.flower.app:client_app"}
+OBJECT, REQUEST = 8_000_000, 1_000_000  # bytes: a part of an array (Flower's are 5 MiB), and any other request
 FILES = {"pyproject.toml", ".info/CONTENT", "README.md"}
 MAX_BYTES = 1_000_000  # of an app's pyproject.toml
 POLL = 0.5  # seconds between two looks for messages while messages come,
@@ -45,8 +47,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def say(text: str) -> None:
-    """Prints a line for the user; the process that started us shows it."""
-    print(MARK + text, flush=True)
+    """Prints a line for the user; the process that started us shows it. A stranger may have chosen its words."""
+    print(MARK + "".join(c if c.isprintable() else " " for c in text), flush=True)
 
 
 def is_local(scope: Scope) -> bool:
@@ -84,9 +86,21 @@ class LocalOnly:
             if not self._keys_registered():
                 await _answer(send, 503, b"the server is starting\n")
                 return
+            if not _small(scope):
+                say(f"refused {path} from {_sender(scope)}: its body is too large, or does not say how large it is")
+                await _answer(send, 413, b"too large\n")
+                return
             if path.endswith(("/activate-node", "/deactivate-node", "/register-node")):
                 send = _reporting(send, scope, path.rsplit("/", 1)[1])
         await self.app(scope, receive, send)
+
+
+def _small(scope: Scope) -> bool:
+    """Whether a site's request says that its body fits. Flower would read any body, before it asks who sent it."""
+    headers = dict(scope.get("headers", ()))
+    length = headers.get(b"content-length", b"0")
+    most = OBJECT if str(scope["path"]).endswith("/push-object") else REQUEST
+    return b"transfer-encoding" not in headers and length.isdigit() and len(length) < 20 and int(length) <= most
 
 
 async def _answer(send: Send, status: int, body: bytes) -> None:

@@ -14,6 +14,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from ..errors import RunError
+from .bounds import bounded
 from .messages import Refused, Reply, Request, one_line, read_reply, read_request
 from .settings import Rounds
 
@@ -52,6 +53,7 @@ class Question:
     site: str  # empty for a hello, which asks for it
     request: Request
     until: float  # when to forget it
+    state: int = 0  # the most bytes of a state in the reply
 
 
 class Link:
@@ -127,18 +129,24 @@ class Link:
             raise Refused(f"{reply.site}: {one_line(reply.error)}")
         return reply
 
-    def exchange(self, messages: Mapping[str, RecordDict], within: float) -> dict[str, RecordDict]:
-        """Sends each site its message; returns the replies that come within so many seconds."""
+    def exchange(
+        self, messages: Mapping[str, RecordDict], within: float, upload: int = 0
+    ) -> dict[str, RecordDict | Refused]:
+        """Sends each site its message; returns the replies that come within so many seconds, or why one is refused.
+
+        upload: the most bytes of an answer to `train`; no other answer has a state.
+        """
         sites = {self.nodes[site]: site for site in messages if site in self.nodes}
         sent = self._push({node: messages[site] for node, site in sites.items()}, within)
         until = time.monotonic() + within
-        pending = {m: Question(sites[n], read_request(messages[sites[n]]), until + LATE) for m, n in sent}
-        replies: dict[str, RecordDict] = {}
+        asked = {m: (sites[n], read_request(messages[sites[n]])) for m, n in sent}
+        pending = {m: Question(s, r, until + LATE, upload * (r.kind == "train")) for m, (s, r) in asked.items()}
+        replies: dict[str, RecordDict | Refused] = {}
         while pending and time.monotonic() < until:
-            for message, question in self._pull(pending):
+            for message, question in self._pull(pending, lambda question: question.state):
                 kind = question.request.kind
                 if isinstance(message, str):
-                    self.tell(question.site, "refused", f"{kind}: its reply cannot be read ({message})")
+                    replies[question.site] = Refused(f"its reply cannot be read ({message})")
                 elif message.has_error():
                     self.tell(question.site, "failed", f"{kind}: {one_line(message.error.reason)}")
                 else:
@@ -154,7 +162,7 @@ class Link:
         return replies
 
     def _report_late(self) -> None:
-        for message, question in self._pull(self._late):
+        for message, question in self._pull(self._late, lambda question: question.state):
             if not isinstance(message, str) and message.has_content():
                 late = f"late answer to {question.request.kind} of round {question.request.round}"
                 self.tell(question.site, "refused", late)
@@ -175,15 +183,22 @@ class Link:
         ids = list(self._call(self.grid.push_messages, messages)) if messages else []
         return [(m, node) for m, node in zip(ids, to, strict=False) if m]
 
-    def _pull(self, questions: dict[str, T]) -> list[tuple[Message | str, T]]:
+    def _pull(
+        self, questions: dict[str, T], most: Callable[[T], int] = lambda question: 0
+    ) -> list[tuple[Message | str, T]]:
         """Returns the replies that have come, or why one cannot be read, and removes their questions.
 
         It pulls one at a time: a reply that breaks Flower's own reader must not take the others with it.
+        most: the most bytes of a state in the reply to a question.
         """
         answers: list[tuple[Message | str, T]] = []
         for sent in list(questions):
             try:
-                replies = list(self.grid.pull_messages([sent]))[:1]
+                with bounded(most(questions[sent])):
+                    replies = list(self.grid.pull_messages([sent]))[:1]
+            except Refused as error:
+                answers.append((str(error), questions.pop(sent)))
+                continue
             except Exception as error:
                 if _is_links(error):
                     raise _lost(error) from error

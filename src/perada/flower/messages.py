@@ -6,6 +6,7 @@ state is used only if its names, shapes and dtypes are those expected.
 """
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -17,18 +18,23 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from ..lanes import State
+from ..server.checks import Refused as Refused
+from ..server.checks import check_finite
 
 STATE, FORMAT = "state", "safetensors"  # the name and the type of the one array
+UNDONE = re.compile(r"(\d{1,6}(,\d{1,6}){0,999})?")  # the field `undone` of a request
+MOST_ENTRIES, MOST_NUMBERS = 100, 1000  # of a record, and of a list in it
 Numbers = Mapping[str, float | list[float]]
 
 
-class Refused(Exception):
-    """A message that is not believed. The text says why, in words that anybody may read."""
+def printable(text: str) -> str:
+    """Returns a text without what moves a terminal's cursor, changes its colours or turns its direction."""
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def one_line(text: str | None) -> str:
     """Returns words from outside as one short, printable line for a log."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text or "").split())[:200]
+    return " ".join(printable((text or "")[:1000]).split())[:200]
 
 
 # Words
@@ -57,6 +63,7 @@ class Request(Subject):
     start_round: int = 0  # as it was when this round of it began
     evaluate: bool = False  # whether to send the site's scores before (finish: after) the work
     within: float = 0.0  # seconds until the server stops waiting
+    undone: str = ""  # the rounds to which the run went back, such as "5,12": what was trained after them is undone
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Reply(Subject):
     site: str
     error: str = ""  # why it did not do what was asked
     needs: str = ""  # "weights": it does not have the server's backbone yet
-    failed: bool = False  # its training stopped being finite; the state is the last finite one
+    failed: bool = False  # its training stopped being finite; then it sends no state
 
 
 Words = TypeVar("Words", Request, Reply)
@@ -84,6 +91,8 @@ def _read(content: RecordDict, kind: type[Words]) -> Words:
     record = content.get("about")
     if not isinstance(record, ConfigRecord):
         raise Refused("there is no record 'about' in it")
+    if len(record) > MOST_ENTRIES:
+        raise Refused(f"it has {len(record)} words")
     words: dict[str, Any] = {f.name: record.get(f.name, f.default) for f in fields(kind)}
     for field in fields(kind):
         if type(words[field.name]) is not field.type:
@@ -106,6 +115,8 @@ def read_numbers(content: RecordDict) -> dict[str, float | list[float]]:
     record = content.get("numbers", MetricRecord())
     if not isinstance(record, MetricRecord):
         raise Refused("its numbers are not numbers")
+    if len(record) > MOST_ENTRIES or any(len(v) > MOST_NUMBERS for v in record.values() if isinstance(v, list)):
+        raise Refused("it has too many numbers")
     return {k: [float(x) for x in v] if isinstance(v, list) else float(v) for k, v in record.items()}
 
 
@@ -134,23 +145,40 @@ def pack(state: State) -> ArrayRecord:
     return ArrayRecord({STATE: Array("uint8", (len(data),), FORMAT, data)})
 
 
-def _tensors(content: RecordDict) -> dict[str, Tensor]:
-    """Returns the tensors of a message. A lie about a tensor's size is an error: it must fit the message's bytes."""
+def most_bytes(like: State, lanes: int = 1) -> int:
+    """Returns the most bytes in which a state like this may come: a quarter more than it needs, for a clear refusal."""
+    return _most_header(like) + lanes * like.bytes_per_lane() * 5 // 4
+
+
+def _most_header(like: State) -> int:
+    """Returns the most bytes of the list of tensors with which the safetensors format begins."""
+    return 4096 + sum(200 + len(name) for name in flat(like))
+
+
+def _tensors(content: RecordDict, like: State, lanes: int) -> dict[str, Tensor]:
+    """Returns the tensors of a message. A lie about a tensor's size is an error: it must fit the message's bytes.
+
+    Nothing is read of a message that is larger than such a state can be, or lists many more tensors.
+    """
     record = content.get("state", ArrayRecord())
     if not isinstance(record, ArrayRecord) or (record and (list(record) != [STATE] or record[STATE].stype != FORMAT)):
         raise Refused("its state is not in the safetensors format")
+    data = record[STATE].data if record else b""
+    most, header = most_bytes(like, lanes), int.from_bytes(data[:8], "little")
+    if len(data) > most or _most_header(like) < header < len(data):
+        raise Refused(f"its state has {len(data)} bytes with a list of {header}, more than such a state can have")
     try:
-        return load(record[STATE].data) if record else {}
+        return load(data) if record else {}
     except Exception as error:  # safetensors does not list what it may raise
         raise Refused("its state is not in the safetensors format") from error
 
 
 def unpack(content: RecordDict, like: State, lanes: int = 1, finite: bool = True) -> State:
-    """Returns the state of a message if it has exactly the names, shapes and dtypes of `like`, and finite numbers.
+    """Returns the state of a message if it has exactly the names, shapes and dtypes of `like`.
 
-    `like` has one lane; the result is on its device.
+    `like` has one lane; the result is on its device. finite: refuses numbers that are not finite.
     """
-    expected, tensors = flat(like), _tensors(content)
+    expected, tensors = flat(like), _tensors(content, like, lanes)
     missing, more = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
     if missing:
         raise Refused(f"{_some(missing)} missing")
@@ -162,9 +190,10 @@ def unpack(content: RecordDict, like: State, lanes: int = 1, finite: bool = True
             raise Refused(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
         if tensor.dtype != one.dtype:
             raise Refused(f"{name} has dtype {_name(tensor.dtype)}, not {_name(one.dtype)}")
-        if finite and not tensor.isfinite().all():
-            raise Refused(f"{name} holds values that are not finite")
-    return unflat({name: tensors[name].to(one.device) for name, one in expected.items()})
+    state = unflat({name: tensors[name].to(one.device) for name, one in expected.items()})
+    if finite:
+        check_finite(state)
+    return state
 
 
 def _some(names: Iterable[str]) -> str:

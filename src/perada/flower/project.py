@@ -71,6 +71,12 @@ class Project:
             raise unknown("run", name, known)
         return self.settings().runs() / (name or list(known)[-1])
 
+    def renew_app(self) -> None:
+        """Writes the app's file again where an older version wrote it, which did not know `from-round`."""
+        file = self.app / "pyproject.toml"
+        if "from-round" not in file.read_text("utf8"):
+            write_atomic(file, app_file(self.settings().federation.name).encode())
+
     def free_name(self) -> str:
         """Returns the first of run-1, run-2, ... that does not exist."""
         folder = self.settings().runs()

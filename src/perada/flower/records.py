@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
 from ..config import resolve
-from ..config.settings import OF_SERVER, different
-from ..errors import InputError
+from ..config.settings import OF_SERVER, RULES, different
+from ..errors import Damaged, InputError
 from ..runs.folder import RunFolder, read_object, write_atomic
 from ..runs.moment import Checkpoint
+from .messages import printable
+from .quarantine import Quarantine
 from .settings import ServerSettings, checked_name
 
 KINDS = {"federation": str, "run": str, "sites": list, "data": dict, "start": str, "start_round": int, "status": str}
@@ -30,12 +32,23 @@ class Diary:
     start: str = ""  # the id of the run that this one continues,
     start_round: int = 0  # and how many rounds of it were done
     round: int = 0
+    undone: tuple[int, ...] = ()  # the rounds to which the run went back, one after another
+    quarantine: Quarantine = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.quarantine = Quarantine(self.settings.rounds.quarantine)
+
+    @property
+    def history(self) -> str:
+        """`undone` as it is sent to the sites."""
+        return ",".join(map(str, self.undone))
 
     def say(self, text: str) -> None:
-        print(f"perada: {text}", file=sys.stderr, flush=True)
+        print(f"perada: {printable(text)}", file=sys.stderr, flush=True)
 
     def tell(self, site: str, event: str, detail: str) -> None:
-        """Writes a line in events.jsonl and on the screen."""
+        """Writes a line in events.jsonl and on the screen. What sites say of themselves is made printable."""
+        detail = printable(detail)
         line = {"time": round(time.time(), 3), "round": self.round, "site": site, "event": event, "detail": detail}
         with (self.path / "events.jsonl").open("a", encoding="utf8") as f:
             f.write(json.dumps(line) + "\n")
@@ -53,6 +66,8 @@ class Diary:
             "data": _data(self.settings),
             "start": self.start,
             "start_round": self.start_round,
+            "undone": list(self.undone),
+            "quarantine": self.quarantine.refused,
             "round": round,
             "status": status,
             "error": error,
@@ -60,22 +75,59 @@ class Diary:
         write_atomic(self.path / "flower.json", (json.dumps(note, indent=1) + "\n").encode())
 
 
-def open_run(settings: ServerSettings, name: str, resume: bool = False, start: str = "") -> tuple[RunFolder, Diary]:
-    """Returns the folder of a new or a resumed run. start: the name of a run that a new run continues."""
-    path = settings.runs() / checked_name("run", name)
+def open_run(
+    settings: ServerSettings, name: str, resume: bool = False, start: str = "", back: int | None = None
+) -> tuple[RunFolder, Diary]:
+    """Returns the folder of a new or a resumed run.
+
+    start: the name of a run that a new run continues. back: a finished run may go on, as it goes back to that round.
+    """
+    path, keep = settings.runs() / checked_name("run", name), settings.rounds.keep
     begun = resume and (path / "config.toml").is_file()
     if begun:
-        _check_config(path, settings)
+        changed = _check_config(path, settings)
         if note := _note(path):
-            _check_resumed(path, note, settings, start)
-            return RunFolder(path), Diary(path, settings, note["run"], note["start"], note["start_round"])
+            _check_resumed(path, note, settings, start, back is not None)
+            return RunFolder(path, keep), _resumed(path, settings, note, changed)
     elif path.exists():
         raise InputError(f"{path} exists: resume=true goes on with it, another name starts a new run")
+    if back is not None:
+        raise InputError(f"there is no run {name!r} to go back in: see `perada flower status`")
     before = _start_id(settings, start)  # a run that cannot begin leaves nothing behind
-    folder = RunFolder(path) if begun else RunFolder.create(path, settings.config.toml(), overwrite=False)
+    if not begun:
+        RunFolder.create(path, settings.config.toml(), overwrite=False)
     diary = Diary(path, settings, f"{name}-{token_hex(4)}", before)
     diary.status("running", 0)
-    return folder, diary
+    return RunFolder(path, keep), diary
+
+
+def _resumed(path: Path, settings: ServerSettings, note: dict[str, Any], changed: str) -> Diary:
+    """Returns the diary as it was; writes down a setting that a resumed run may change."""
+    diary = Diary(path, settings, note["run"], note["start"], note["start_round"])
+    undone = note.get("undone", [])  # an older version did not write these two
+    if not isinstance(undone, list) or not all(type(r) is int and r >= 0 for r in undone):
+        raise Damaged(f"{path / 'flower.json'} is damaged: undone does not list rounds")
+    diary.undone = tuple(undone)
+    diary.quarantine.load(note.get("quarantine", {}), str(path / "flower.json"))
+    if changed:
+        write_atomic(path / "config.toml", settings.config.toml().encode())
+        diary.tell("", "changed", changed)
+    return diary
+
+
+def go_back(folder: RunFolder, diary: Diary, round: int) -> None:
+    """Undoes all that came after so many rounds; the sites learn of it with the next request.
+
+    The checkpoints go first: if this is interrupted, the sites refuse what does not follow from what they have, and
+    the same command can be given again.
+    """
+    if round:
+        folder.load(round)  # a round that cannot be loaded leaves everything as it is
+    folder.undo(round)
+    diary.undone += (round,)
+    diary.quarantine.undo(round)
+    diary.status("running", round)
+    diary.tell("", "undone", f"the run continues from round {round}")
 
 
 def ending(settings: ServerSettings, run: str) -> Checkpoint:
@@ -117,21 +169,26 @@ def _note(path: Path) -> dict[str, Any]:
     return read_object(file, KINDS, "fix it, or give the run another name") if file.is_file() else {}
 
 
-def _check_config(path: Path, settings: ServerSettings) -> None:
-    """Refuses to resume a run with other settings than it began with, except those of the machine."""
-    stored = resolve(str(path / "config.toml"))
-    if other := different(stored.flat(), settings.config.flat(), OF_SERVER):
+def _check_config(path: Path, settings: ServerSettings) -> str:
+    """Refuses to resume a run with other settings than it began with, except those in OF_SERVER.
+
+    Returns a line about a setting that changes what is trained; empty if there is none.
+    """
+    before, after = resolve(str(path / "config.toml")).flat(), settings.config.flat()
+    if other := different(before, after, OF_SERVER):
         raise InputError(f"{path} was made with another {other}: change server.toml back, or give the run another name")
+    rule = different(before, after, {*before} - RULES)
+    return f"{rule} is {after[rule]} now, it was {before[rule]}" if rule else ""
 
 
-def _check_resumed(path: Path, note: dict[str, Any], settings: ServerSettings, start: str) -> None:
+def _check_resumed(path: Path, note: dict[str, Any], settings: ServerSettings, start: str, back: bool) -> None:
     """Refuses to resume a finished run, and one of another federation or beginning."""
     other = _other_data(note, settings)
     if (note["federation"], note["sites"]) != (settings.federation.name, list(settings.federation.sites)):
         other = "federation.name or federation.sites"
     if other:
         raise InputError(f"{path} was made with another {other}: change it back")
-    if note["status"] == "finished":
+    if note["status"] == "finished" and not back:
         raise InputError(f"{path} is finished: give the run another name, or continue from it")
     if start and note["start"].rpartition("-")[0] != start:
         raise InputError(f"{path} did not begin from {start!r}: leave continue-from out, or give it another name")

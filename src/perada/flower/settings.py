@@ -20,6 +20,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 BUILT_IN_WEIGHTS = ("embedded", "random")  # a site makes these itself; the server sends all others
 SHARED_DATA = ("size", "val", "test", "seed", "normalise", "augment", "resident", "meta_min", "uncertain")
 MAX_ROUND = 10**6
+AGGREGATE = "norm_clip"  # over a network, where a site may be in wrong hands; server.toml may choose another rule
 ADVICE = ": `perada flower init` makes one"
 GREY = {"data": ((0.5,), (0.25,)), "imagenet": ((0.449,), (0.226,))}  # mean and deviation of one-channel images
 
@@ -87,10 +88,13 @@ class Rounds:
     retries: int = 10  # how often a round with too few sites is tried again
     norm_bound: float = 100.0  # an upload may differ from the broadcast by this many times the broadcast's norm
     max_samples: int = 1_000_000  # with train.weighting=samples, a site that reports more is refused
+    quarantine: int = 3  # refused uploads in a row after which a site is not asked for ten rounds; 0 never
+    keep: int = 20  # checkpoints that stay, so that a run can go back that many rounds
     poll_s: float = 0.5  # how often to look for replies
 
     def __post_init__(self) -> None:
-        for name, least in (("max_samples", 1), ("min_sites", 1), ("retries", 0)):
+        whole = {"max_samples": 1, "min_sites": 1, "retries": 0, "quarantine": 0, "keep": 2}
+        for name, least in whole.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         for name in ("deadline_s", "hello_s", "norm_bound", "poll_s"):
@@ -149,6 +153,7 @@ def _run_config(file: Path, tables: dict[str, Any], sites: int) -> Config:
             tables[name][key] = _absolute(path, file.parent)
     if preset == "folder":  # its own weights come from simulated pretraining
         tables.setdefault("model", {}).setdefault("weights", "random")
+    tables.setdefault("train", {}).setdefault("aggregate", AGGREGATE)
     config = resolve(preset, {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()})
     code = code_named(config.as_dict())
     simulated = "works in simulations only"
@@ -186,6 +191,7 @@ class SiteSettings:
     skip_bad: bool = False  # skip images that cannot be read
     site_column: str = "site"  # in a manifest that holds several sites
     score_digits: int = 1  # of the scores it reports, in percent; all digits would tell how many test images it has
+    keep: int = 21  # rounds whose personal state and upload stay on the disk, so that a run can go back to them
     methods: tuple[str, ...] = ()  # the methods this site takes part in; empty means all (MTL sends personal models)
 
     def __post_init__(self) -> None:
@@ -197,6 +203,8 @@ class SiteSettings:
             hyperparameters(method)  # refuses unknown names
         if self.threads < 0:
             raise ValueError(f"threads must not be negative, not {self.threads}")
+        if self.keep < 3:
+            raise ValueError(f"keep must be at least 3, not {self.keep}")
         if not 0 <= self.score_digits <= 15:
             raise ValueError(f"score_digits must be from 0 to 15, not {self.score_digits}")
 

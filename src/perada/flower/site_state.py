@@ -4,11 +4,17 @@
                                             reply.safetensors    what was uploaded
                                             state.json           round, digest of what it was trained from, checksums
     STATE/FEDERATION/SITE/RUN/plan.json, received.safetensors    the newest plan and broadcast, to use the model with
+                                                                 (and the rounds to which the run went back)
     STATE/FEDERATION/SITE/backbone-SHA.safetensors               the server's frozen weights, if they are a file
 
 The state before a round is that of the entry before it. If the server asks for a round again (it died before it saved
 the round), the site repeats its answer: it never trains a round twice from the same broadcast. A new run begins from
 the method's first state, unless the server names a run to continue from. Older runs stay on the disk.
+
+A server may take a run back to an earlier round (`perada flower run --from-round`). It then says so in every request
+(`undone`). What was trained after that round counts no more, and is removed when a round has been trained instead. If
+the state before the round is gone, the site goes on from the oldest that it has: fewer of the undone rounds are in it
+than in any other.
 """
 
 from __future__ import annotations
@@ -26,8 +32,9 @@ from ..errors import InputError
 from ..lanes import State
 from ..runs.folder import load_state, locked, read_states, replaced, save_state, write_atomic
 from .messages import Refused
+from .settings import MAX_ROUND
 
-KEEP = 3  # entries: two rounds can be asked for again, each with the state before it
+KEEP = 21  # entries: twenty rounds can be asked for again, each with the state before it
 _ENTRY = re.compile(r"round-(\d{4,})")
 
 
@@ -41,13 +48,14 @@ class Entry:
     kept: State
     upload: State
     said: dict[str, Any]  # the numbers of the reply
+    undone: str = ""  # the rounds to which the run had gone back by then
 
 
 class SiteState:
     """The folder of one site in one federation."""
 
-    def __init__(self, state: Path, federation: str, site: str) -> None:
-        self.path = state / federation / site
+    def __init__(self, state: Path, federation: str, site: str, keep: int = KEEP) -> None:
+        self.path, self.keep = state / federation / site, keep
 
     @contextmanager
     def locked(self, within: float) -> Iterator[None]:
@@ -70,32 +78,63 @@ class SiteState:
         path = self._folder(run, round)
         try:
             note, states = read_states(path, {"round": int, "received": str, "said": dict})
-            return Entry(
-                note["round"], note["previous"], note["received"], states["kept"], states["reply"], note["said"]
-            )
+            fields = (note["round"], note["previous"], note["received"], states["kept"], states["reply"], note["said"])
+            return Entry(*fields, note.get("undone", ""))
         except (InputError, OSError, KeyError) as error:
             raise InputError(
                 f"{path} is damaged ({error}): move it away to continue from the round before it, which is intact"
             ) from error
 
+    def history(self, run: str) -> list[int]:
+        """Returns the rounds to which the run went back, as the newest request said."""
+        try:
+            undone = json.loads((self.path / run / "plan.json").read_text("utf8"))["undone"]
+            return [int(round) for round in undone.split(",") if round]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # there is none, or an older version's
+            return []
+
+    def check_history(self, run: str, undone: str) -> None:
+        """Refuses a request that was sent before the run went back."""
+        known = self.history(run)
+        if [int(round) for round in undone.split(",") if round][: len(known)] != known:
+            raise Refused(f"the run has gone back to round {known[-1]} since")
+
+    def standing(self, run: str) -> list[int]:
+        """Returns the rounds that have an entry and were not undone since, oldest first."""
+        history = self.history(run)
+        return [r for r in self.rounds(run) if r < min(history[self._tries(run, r) :], default=r + 1)]
+
+    def _tries(self, run: str, round: int) -> int:
+        """Returns how often the run had gone back when an entry was written."""
+        try:
+            undone = json.loads((self._folder(run, round) / "state.json").read_text("utf8")).get("undone", "")
+            return len(undone.split(",")) if undone else 0
+        except (OSError, ValueError, AttributeError):  # `entry` refuses it
+            return MAX_ROUND
+
+    def base(self, run: str, round: int) -> int | None:
+        """Returns the round whose entry is the state before `round`; None for the method's first state."""
+        earlier, rounds = [r for r in self.standing(run) if r < round], self.rounds(run)
+        if earlier or not rounds:
+            return earlier[-1] if earlier else None
+        if (first := self.entry(run, rounds[0])).previous is None:
+            return None
+        if self.history(run):
+            return first.round
+        raise Refused(f"its state before round {round} is gone: it keeps rounds {first.round} and later")
+
     def before(self, run: str, round: int) -> State | None:
         """Returns what the site kept when `round` began, or None if it had trained no round."""
-        rounds = self.rounds(run)
-        earlier = [r for r in rounds if r < round]
-        if earlier:
-            return self.entry(run, earlier[-1]).kept
-        if rounds and (first := self.entry(run, rounds[0])).previous is not None:
-            raise Refused(f"its state before round {round} is gone: it keeps rounds {first.round} and later")
-        return None
+        base = self.base(run, round)
+        return None if base is None else self.entry(run, base).kept
 
     def newest(self, run: str) -> State | None:
         """Returns what the site keeps now."""
-        rounds = self.rounds(run)
-        return self.entry(run, rounds[-1]).kept if rounds else None
+        return self.before(run, MAX_ROUND)
 
     def answered(self, run: str, round: int, received: str) -> Entry | None:
         """Returns the entry of this very work, or None if it was not done yet."""
-        rounds = self.rounds(run)
+        rounds = self.standing(run)
         if round in rounds and (entry := self.entry(run, round)).received == received:
             return entry
         if rounds and rounds[-1] > round:
@@ -103,26 +142,30 @@ class SiteState:
         return None
 
     def save(self, run: str, entry: Entry) -> None:
-        """Writes `round-NNNN` and removes the oldest entry; the same round from another broadcast is replaced."""
+        """Writes `round-NNNN`, and removes what was undone and the oldest entries.
+
+        The same round from another broadcast is replaced.
+        """
         target = self._folder(run, entry.round)
         states = {"kept.safetensors": entry.kept, "reply.safetensors": entry.upload}
-        note = {k: getattr(entry, k) for k in ("round", "previous", "received", "said")}
+        note = {k: getattr(entry, k) for k in ("round", "previous", "received", "said", "undone")}
         try:
             with replaced(target, mode=0o700) as part:
                 hashes = {name: save_state(part / name, state) for name, state in states.items()}
                 write_atomic(part / "state.json", json.dumps({**note, "sha256": hashes}, indent=1).encode())
         except OSError as error:
             raise InputError(f"cannot write {target}: {error.strerror}; the round before it is intact") from error
-        for old in self.rounds(run)[:-KEEP]:
+        standing = self.standing(run)
+        for old in set(self.rounds(run)) - set(standing[-self.keep :]):
             shutil.rmtree(self._folder(run, old), ignore_errors=True)
 
-    def save_broadcast(self, run: str, plan: str, start: str, start_round: int, broadcast: State) -> None:
+    def save_broadcast(self, run: str, plan: str, start: str, start_round: int, undone: str, broadcast: State) -> None:
         """Saves what the site's model needs besides its kept state."""
         home = self.path / run
         try:
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
             save_state(home / "received.safetensors", broadcast)
-            note = {"plan": plan, "start": start, "start_round": start_round}
+            note = {"plan": plan, "start": start, "start_round": start_round, "undone": undone}
             write_atomic(home / "plan.json", json.dumps(note).encode())
         except OSError as error:
             raise InputError(f"cannot write to {home}: {error.strerror}") from error

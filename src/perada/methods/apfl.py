@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 
 from ..client.trainer import Trainer
-from ..lanes import Gradient, LaneModel, State, join, mean, mix, part, repeat, scale
+from ..lanes import Gradient, LaneModel, State, join, mix, part, repeat, scale
 from ..server.guard import Server
 from .contract import Parts
 
@@ -60,7 +60,7 @@ class APFL:
         return w, join(v=v, w=w, own=own)
 
     def server_update(self, server: Server, state: State, w: State) -> tuple[State, State]:
-        return state, mean(w, server.weights)
+        return state, server.mean(w)
 
     def personal(self, w: State, kept: State) -> State:
         v, alpha = part(kept, "v"), part(kept, "own").params["alpha"]

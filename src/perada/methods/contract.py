@@ -99,6 +99,15 @@ def declared_upload(method: Method, model: LaneModel) -> State:
     return model.initial().only(shared.params, shared.buffers)
 
 
+def expected_upload(method: Method, model: LaneModel, broadcast: State) -> State:
+    """Returns what uploads are compared with: the broadcast's values where it has the name, else the declared ones."""
+    declared = declared_upload(method, model)
+    return State(
+        {n: broadcast.params.get(n, t) for n, t in declared.params.items()},
+        {n: broadcast.buffers.get(n, t) for n, t in declared.buffers.items()},
+    )
+
+
 def check_upload(method: Method, model: LaneModel, upload: State) -> State:
     """Returns the upload if it is what the method declares."""
     declared, name = declared_upload(method, model), type(method).__name__

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..client.trainer import Trainer
-from ..lanes import LaneModel, State, mean, repeat, split, stack
+from ..lanes import LaneModel, State, repeat, split, stack
 from ..server.guard import Server
 from .contract import Parts, not_negative
 
@@ -42,7 +42,7 @@ class Ditto:
         return theta, v
 
     def server_update(self, server: Server, state: State, theta: State) -> tuple[State, State]:
-        return state, mean(theta, server.weights)
+        return state, server.mean(theta)
 
     def personal(self, w: State, v: State) -> State:
         return v

@@ -14,7 +14,7 @@ Running statistics belong to their module's part and move only while that part i
 from dataclasses import dataclass, field
 
 from ..client.trainer import Trainer
-from ..lanes import LaneModel, State, divide, mean, merge, repeat
+from ..lanes import LaneModel, State, divide, merge, repeat
 from ..server.guard import Server
 from .contract import Parts, not_negative
 
@@ -46,7 +46,7 @@ class FedAlt:
         return u, v
 
     def server_update(self, server: Server, state: State, u: State) -> tuple[State, State]:
-        return state, mean(u, server.weights)
+        return state, server.mean(u)
 
     def personal(self, u: State, v: State) -> State:
         return merge(repeat(u, v.lanes), v) if v.lanes else u

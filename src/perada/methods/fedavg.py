@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..client.trainer import Trainer
-from ..lanes import LaneModel, State, mean, repeat
+from ..lanes import LaneModel, State, repeat
 from ..server.guard import Server
 from .contract import Parts
 
@@ -27,7 +27,7 @@ class FedAvg:
         return trainer.sgd(repeat(w, len(trainer.clients))), kept
 
     def server_update(self, server: Server, state: State, theta: State) -> tuple[State, State]:
-        return state, mean(theta, server.weights)
+        return state, server.mean(theta)
 
     def personal(self, w: State, kept: State) -> State:
         return w

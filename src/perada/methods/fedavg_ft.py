@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..client.trainer import Trainer
-from ..lanes import LaneModel, State, mean, repeat
+from ..lanes import LaneModel, State, repeat
 from ..server.guard import Server
 from .contract import Parts, not_negative
 
@@ -32,7 +32,7 @@ class FedAvgFT:
         return trainer.sgd(repeat(w, len(trainer.clients))), kept
 
     def server_update(self, server: Server, state: State, theta: State) -> tuple[State, State]:
-        return state, mean(theta, server.weights)
+        return state, server.mean(theta)
 
     def finish(self, trainer: Trainer, w: State, kept: State) -> State:
         v = repeat(w, len(trainer.clients))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..client.trainer import Trainer
-from ..lanes import LaneModel, State, divide, mean, merge, repeat
+from ..lanes import LaneModel, State, divide, merge, repeat
 from ..server.guard import Server
 from .contract import Parts
 
@@ -32,7 +32,7 @@ class FedBN:
         return w, norms
 
     def server_update(self, server: Server, state: State, w: State) -> tuple[State, State]:
-        return state, mean(w, server.weights)
+        return state, server.mean(w)
 
     def personal(self, w: State, norms: State) -> State:
         return merge(repeat(w, norms.lanes), norms) if norms.lanes else w

@@ -16,7 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..client.trainer import Trainer
-from ..lanes import LaneModel, State, mean, repeat
+from ..lanes import LaneModel, State, repeat
 from ..server.guard import Server
 from .contract import Parts
 
@@ -32,7 +32,7 @@ class FedDF:
         return trainer.sgd(repeat(w, len(trainer.clients))), kept
 
     def server_update(self, server: Server, state: State, theta: State) -> tuple[State, State]:
-        return state, server.distill(student=mean(theta, server.weights), teachers=theta)
+        return state, server.distill(student=server.mean(theta), teachers=theta)
 
     def client_score(self, trainer: Trainer, candidates: State) -> Tensor:
         return trainer.validation_losses(candidates)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..client.trainer import Trainer
-from ..lanes import LaneModel, State, join, mean, part, repeat
+from ..lanes import LaneModel, State, join, part, repeat
 from ..server.guard import Server
 from .contract import Parts
 
@@ -41,8 +41,9 @@ class FedDyn:
         return theta, State({n: p - self.alpha * (theta.params[n] - w.params[n]) for n, p in g.params.items()})
 
     def server_update(self, server: Server, state: State, theta: State) -> tuple[State, State]:
-        w, h, average = part(state, "w").params, part(state, "h").params, mean(theta, server.weights)
-        drift, taking_part = mean(theta).params, theta.lanes / server.clients  # h is not weighted
+        w, h, average = part(state, "w").params, part(state, "h").params, server.mean(theta)
+        drift = server.mean(theta, weighted=False).params  # h is not weighted
+        taking_part = theta.lanes / server.clients
         h = {n: p - self.alpha * taking_part * (drift[n] - w[n]) for n, p in h.items()}
         new = State({n: p - h[n] / self.alpha for n, p in average.params.items()}, average.buffers)
         return join(w=new, h=State(h)), new

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..client.trainer import Trainer
-from ..lanes import LaneModel, State, mean, repeat
+from ..lanes import LaneModel, State, repeat
 from ..server.guard import Server
 from .contract import Parts, not_negative
 
@@ -31,7 +31,7 @@ class FedProx:
         return trainer.sgd(repeat(w, len(trainer.clients)), pull=(w, self.mu)), kept
 
     def server_update(self, server: Server, state: State, theta: State) -> tuple[State, State]:
-        return state, mean(theta, server.weights)
+        return state, server.mean(theta)
 
     def personal(self, w: State, kept: State) -> State:
         return w

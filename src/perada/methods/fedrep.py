@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..client.trainer import Trainer
-from ..lanes import LaneModel, State, divide, mean, merge, repeat
+from ..lanes import LaneModel, State, divide, merge, repeat
 from ..server.guard import Server
 from .contract import Parts, not_negative
 
@@ -46,7 +46,7 @@ class FedRep:
         return phi, head
 
     def server_update(self, server: Server, state: State, phi: State) -> tuple[State, State]:
-        return state, mean(phi, server.weights)
+        return state, server.mean(phi)
 
     def personal(self, phi: State, head: State) -> State:
         return merge(repeat(phi, head.lanes), head)

@@ -11,7 +11,7 @@ simultaneous one of its two algorithms (local procedure LocalSim). With u the sh
 from dataclasses import dataclass, field
 
 from ..client.trainer import Trainer
-from ..lanes import LaneModel, State, divide, mean, merge, repeat
+from ..lanes import LaneModel, State, divide, merge, repeat
 from ..server.guard import Server
 from .contract import Parts
 
@@ -34,7 +34,7 @@ class FedSim:
         return u, v
 
     def server_update(self, server: Server, state: State, u: State) -> tuple[State, State]:
-        return state, mean(u, server.weights)
+        return state, server.mean(u)
 
     def personal(self, u: State, v: State) -> State:
         return merge(repeat(u, v.lanes), v) if v.lanes else u

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..client.trainer import Trainer
-from ..lanes import LaneModel, State, divide, mean, merge, repeat
+from ..lanes import LaneModel, State, divide, merge, repeat
 from ..server.guard import Server
 from .contract import Parts
 
@@ -32,7 +32,7 @@ class LGFedAvg:
         return head, features
 
     def server_update(self, server: Server, state: State, head: State) -> tuple[State, State]:
-        return state, mean(head, server.weights)
+        return state, server.mean(head)
 
     def personal(self, head: State, features: State) -> State:
         return merge(repeat(head, features.lanes), features)

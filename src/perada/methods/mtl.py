@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..client.trainer import Trainer
-from ..lanes import LaneModel, State, mean
+from ..lanes import LaneModel, State
 from ..server.guard import Server
 from .contract import Parts, not_negative
 
@@ -38,7 +38,7 @@ class MTL:
         return v, v
 
     def server_update(self, server: Server, state: State, v: State) -> tuple[State, State]:
-        return state, mean(v, server.weights)
+        return state, server.mean(v)
 
     def personal(self, average: State, v: State) -> State:
         return v

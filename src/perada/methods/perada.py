@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..client.trainer import Trainer
-from ..lanes import LaneModel, State, mean, repeat, split, stack
+from ..lanes import LaneModel, State, repeat, split, stack
 from ..server.guard import Server
 from .contract import Parts, not_negative
 
@@ -48,7 +48,7 @@ class PerAda:
         return theta, v  # upload θ; v stays
 
     def server_update(self, server: Server, w: State, theta: State) -> tuple[State, State]:
-        w = mean(theta, server.weights)
+        w = server.mean(theta)
         if self.distils:
             w = server.distill(student=w, teachers=theta)
         return w, w

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..client.trainer import Trainer
-from ..lanes import Gradient, LaneModel, State, mean, repeat
+from ..lanes import Gradient, LaneModel, State, repeat
 from ..server.guard import Server
 from .contract import Parts, not_negative
 
@@ -60,7 +60,7 @@ class PFedMe:
         return w, theta
 
     def server_update(self, server: Server, w: State, uploads: State) -> tuple[State, State]:
-        average = mean(uploads, server.weights)
+        average = server.mean(uploads)
         mixed = {n: (1 - self.beta) * w.params[n] + self.beta * p for n, p in average.params.items()}
         w = State(mixed, average.buffers)
         return w, w

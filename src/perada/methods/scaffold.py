@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 
 from ..client.trainer import Trainer
-from ..lanes import Gradient, LaneModel, State, join, mean, merge, part, repeat, scale
+from ..lanes import Gradient, LaneModel, State, join, merge, part, repeat, scale
 from ..server.guard import Server
 from .contract import Parts, not_negative
 
@@ -59,8 +59,8 @@ class Scaffold:
         return merge(y, join(dc=State(dc))), State({n: p + dc[n] for n, p in own.params.items()})
 
     def server_update(self, server: Server, state: State, uploads: State) -> tuple[State, State]:
-        x, y = server.model.part_of(state), mean(server.model.part_of(uploads), server.weights)
-        dc, share = mean(part(uploads, "dc")).params, uploads.lanes / server.clients  # dc is not weighted
+        x, y = server.model.part_of(state), server.mean(server.model.part_of(uploads))
+        dc, share = server.mean(part(uploads, "dc"), weighted=False).params, uploads.lanes / server.clients
         new = State({n: p + self.server_lr * (y.params[n] - p) for n, p in x.params.items()}, y.buffers)
         c = State({n: p + share * dc[n] for n, p in part(state, "c").params.items()})
         both = merge(new, join(c=c))

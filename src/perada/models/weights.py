@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..inputs import user_path
 
 WEIGHTS = ("embedded", "torchvision", "timm", "fedavg", "random")  # what ModelOptions.weights may be besides a file
 
@@ -46,7 +47,7 @@ def read_weights(source: str, backbone: str) -> dict[str, Tensor]:
             return _read_file(path)
     if source in LIBRARIES:
         return _from_library(source, backbone)
-    path = Path(source).expanduser()
+    path = user_path(source)
     if not path.is_file():
         raise InputError(
             f"ModelOptions.weights: no file {source!r}; give a .safetensors or .pth file, or one of "
@@ -57,6 +58,7 @@ def read_weights(source: str, backbone: str) -> dict[str, Tensor]:
 
 def _read_file(path: Path) -> dict[str, Tensor]:
     content: object
+    length = path.stat().st_size
     try:
         if path.suffix == ".safetensors":
             content = load_file(path)
@@ -71,7 +73,19 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         isinstance(k, str) and isinstance(t, Tensor) for k, t in content.items()
     ):
         raise InputError(f"ModelOptions.weights: {path} holds no flat dictionary of tensors (a state_dict)")
+    for name, tensor in content.items():
+        if why := _unusable(tensor, length):
+            raise InputError(f"ModelOptions.weights: {path}: {name} {why}")
     return {n.removeprefix("module."): t.float() if t.is_floating_point() else t for n, t in content.items()}
+
+
+def _unusable(tensor: Tensor, length: int) -> str:
+    """Returns why a tensor of a file of `length` bytes cannot be a weight; empty if it can."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex() or tensor.is_meta:
+        return "is not a plain tensor of real numbers"
+    if tensor.numel() * tensor.element_size() > length:  # one number can stand for many
+        return f"has shape {list(tensor.shape)}, which is more than the file has"
+    return "" if not tensor.is_floating_point() or tensor.float().isfinite().all() else "has values that are not finite"
 
 
 def package(name: str, module: str) -> Any:

@@ -159,11 +159,14 @@ class Checkpoints:
         except OSError:
             return []
 
-    def load(self) -> tuple[Checkpoint | None, list[str]]:
-        """Returns the newest whole checkpoint, and a line about each damaged one that was skipped."""
+    def load(self, round: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+        """Returns the newest whole checkpoint, and a line about each damaged one that was skipped.
+
+        round: returns the checkpoint after so many rounds and no other.
+        """
         for _ in range(PATIENCE):
             signs, warnings = self._signs(), list[str]()
-            for path in reversed(self.listed()):
+            for path in reversed(self._wanted(round)):
                 try:
                     return self._read(path), warnings
                 except NewerFormat:
@@ -178,6 +181,23 @@ class Checkpoints:
             home = self.path.parent
             raise InputError(f"{home}: no checkpoint is whole ({warnings[0]}): remove that folder and train again")
         return None, warnings
+
+    def _wanted(self, round: int | None) -> list[Path]:
+        paths = self.listed()
+        if round is None:
+            return paths
+        chosen = [p for p in paths if round_of(p) == round]
+        if not chosen:
+            known = ", ".join(str(round_of(p)) for p in paths) or "none"
+            raise InputError(f"{self.path.parent} has no checkpoint after round {round} (it has: {known})")
+        return chosen
+
+    def remove_after(self, round: int) -> None:
+        """Removes every checkpoint after a round, the newest first."""
+        for path in reversed([p for p in self.listed() if round_of(p) > round]):
+            shutil.rmtree(path)
+            self._written.discard(path)
+        self._newest = None
 
     def newest_note(self) -> Note | None:
         """Returns the state.json of the newest checkpoint that has a whole one."""

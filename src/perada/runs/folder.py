@@ -86,11 +86,11 @@ def _data_fit(about: Mapping[str, Any]) -> bool:
 
 
 class RunFolder:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keep: int = KEEP) -> None:
         self.path = path
         self.manifest = Manifest(path)
         self.rows = Rows(self.manifest)
-        self._checkpoints = Checkpoints(path / "checkpoints", KEEP, self._older_names)
+        self._checkpoints = Checkpoints(path / "checkpoints", keep, self._older_names)
 
     @property
     def checkpoints(self) -> Path:
@@ -277,9 +277,19 @@ class RunFolder:
         paths = self._checkpoints.listed()
         return round_of(paths[-1]) if paths else None
 
-    def load(self) -> tuple[Checkpoint | None, list[str]]:
-        """Returns the newest whole checkpoint, and a line about each damaged one that was skipped."""
-        return self._checkpoints.load()
+    def load(self, round: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+        """Returns the newest whole checkpoint, and a line about each damaged one that was skipped.
+
+        round: returns the checkpoint after so many rounds and no other.
+        """
+        return self._checkpoints.load(round)
+
+    def undo(self, round: int) -> None:
+        """Removes every checkpoint after `round`, the newest first, and what was measured and written after it."""
+        self._checkpoints.remove_after(round)
+        self.cut_metrics(round)
+        self.reopen()
+        (self.path / "report.html").unlink(missing_ok=True)
 
     def _older_names(self, count: int) -> list[str]:
         """Returns the clients of a checkpoint of an older version, which has them by position; [] if nothing is known.

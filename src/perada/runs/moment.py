@@ -136,6 +136,7 @@ class Moment:
     kept: State = field(default_factory=State)  # one lane per client, or empty
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     last: dict[str, Any] = field(default_factory=dict)  # the last round's loss, distillation, failures
+    memory: dict[str, Any] = field(default_factory=dict)  # what the server remembers of the rounds before
     changed: frozenset[int] = frozenset()  # clients changed since the last checkpoint
     finished: bool = False  # whether the method's last stage is done, where it has one
 
@@ -150,6 +151,7 @@ class Moment:
             server, broadcast = on_cpu(server), on_cpu(broadcast)
             clients = [c if changed_only and m not in self.changed else on_cpu(c) for m, c in enumerate(clients)]
         note = {"counters": self.counters, "last": self.last, "seconds": seconds, "finished": self.finished}
+        note |= {"memory": self.memory} if self.memory else {}
         by_name = dict(zip(names, clients, strict=True)) if clients else {}
         return Checkpoint(self.round, server, broadcast, by_name, note)
 
@@ -160,7 +162,8 @@ class Moment:
         note = saved.note
         counters, last = dict(note["counters"]), dict(note["last"])
         server, broadcast = here(saved.server), here(saved.broadcast)
-        return cls(saved.round, server, broadcast, kept, counters, last, finished=note["finished"])
+        memory = dict(note.get("memory", {}))  # an older version had none
+        return cls(saved.round, server, broadcast, kept, counters, last, memory, finished=note["finished"])
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from ..lanes import (
     sent,
     stack,
 )
+from .aggregate import MEAN, Rule
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,11 @@ def teacher_logits(
     norm: Literal["public", "running"],
     lanes_at_once: int = 0,
     which: Sequence[int] | None = None,
+    rule: Rule = MEAN,
 ) -> Tensor:
     """Returns the mean of the teachers' logits on the chunks `which` (all), `[chunks, B, classes]`, without dropout.
+
+    rule: what is taken for that mean, as for the mean of the weights.
 
     With norm="public" a teacher normalises with the chunk's own statistics: its running ones come from the few
     classes of one client, and mislead it on other images.
@@ -138,7 +142,8 @@ def teacher_logits(
     size, teachers = lanes_at_once or teachers.lanes, model.rounded(teachers)
     groups = [teachers.map(lambda t, i=i: t[i : i + size]) for i in range(0, teachers.lanes, size)]  # type: ignore[misc]
     chunks = range(len(images)) if which is None else which
-    return torch.cat([_on_chunks(model, g, images, chunks, mode, lanes_at_once) for g in groups], 1).mean(1)
+    logits = torch.cat([_on_chunks(model, g, images, chunks, mode, lanes_at_once) for g in groups], 1)
+    return logits.mean(1) if rule.kind == "mean" else rule.of_lanes(logits.transpose(0, 1))[0]
 
 
 def _on_chunks(
@@ -222,6 +227,7 @@ def distill(
     key: int,
     lanes_at_once: int = 0,
     round: int = 0,
+    rule: Rule = MEAN,
 ) -> tuple[State, Tensor]:
     """Trains the student (one lane) with Adam; returns the candidates as lanes, and the KL of every step.
 
@@ -231,7 +237,7 @@ def distill(
     for a GPU.
     """
     used = chunks_in(round, options.steps, len(images))
-    targets = teacher_logits(model, teachers, images, options.teacher_norm, lanes_at_once, used)
+    targets = teacher_logits(model, teachers, images, options.teacher_norm, lanes_at_once, used, rule)
     if len(used) < len(images):  # the other chunks are not used
         blank = targets.new_zeros(len(images), *targets.shape[1:])
         targets = blank.index_copy_(0, sent(torch.tensor(used), model.device), targets)

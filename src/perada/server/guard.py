@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..lanes import LaneModel, State, Stem, flattened, key_of, stack
+from .aggregate import MEAN, Rule
 from .distill import Distill, distill
 
 
@@ -20,23 +21,25 @@ class Candidates:
     steps: tuple[int, ...]  # of each
     trace: Tensor  # the KL of every step
     options: Distill
+    rule: Rule = MEAN  # how the judges' losses become one
 
     def choose(self, losses: Tensor | None) -> tuple[int, dict[str, Any]]:
         """Returns the chosen candidate and what metrics.jsonl says about it.
 
         losses: `[candidates, judges]`, NaN where a judge has no data; None without a guard, which takes the last
-        candidate unless it diverged. On a GPU this is the first call of a round that waits.
+        candidate unless it diverged. On a GPU this waits for the round's work.
         """
         finite = torch.stack([t.isfinite().all(1) for t in flattened(self.states).flat or ()]).all(0).cpu()
-        log: dict[str, Any] = {"kl_first": float(self.trace[0]), "kl_last": float(self.trace[-1])}
+        first, last = float(self.trace[0]), float(self.trace[-1])
+        log: dict[str, Any] = {"kl_first": _known(first), "kl_last": _known(last)}
         if losses is None:
             return (-1 if finite[-1] else 0), {**log, "diverged": not bool(finite[-1])}
-        judges = ~losses[0].isnan()  # a judge without data has no opinion on any candidate
-        judged = losses[:, judges].mean(1) if judges.any() else torch.zeros(len(self.steps))
-        judged[1:][~finite[1:]] = torch.inf
-        best = int(judged.nan_to_num(nan=torch.inf).argmin())  # of equals the first, which is the plain average
-        known = [x if judges.any() and math.isfinite(x) else None for x in judged.tolist()]
+        scores = self.rule.losses(losses, finite)
+        best = 0 if scores is None else int(scores.argmin())  # of equals the first, which is the plain average
+        known = [None] * len(self.steps) if scores is None else [_known(x) for x in scores.tolist()]
         log |= {"guard_steps": list(self.steps), "guard_losses": known, "guard_chose": self.steps[best]}
+        if not finite[1:].any():
+            log["diverged"] = True
         if self.options.keep_stats == "student":  # 0 steps: the average, or the average with public statistics
             log["guard_index"] = best
         return best, log
@@ -46,6 +49,11 @@ class Candidates:
         if state.lanes != self.states.lanes:
             return state
         return state.map(lambda t: t[best % len(t) : best % len(t) + 1].clone())
+
+
+def _known(value: float) -> float | None:
+    """Returns a number as JSON can hold it."""
+    return value if math.isfinite(value) else None
 
 
 @dataclass
@@ -61,7 +69,15 @@ class Server:
     clients: int = 1  # sampled or not
     weights: Sequence[float] | None = None  # sample counts of the uploads, with Train.weighting=samples
     lanes_at_once: int = 0  # teachers in one pass; 0 is all
+    rule: Rule = MEAN  # how uploads become one
     candidates: Candidates | None = None  # what a distillation proposed
+
+    def mean(self, uploads: State, weighted: bool = True) -> State:
+        """Returns the uploads, or a part of them, as one lane: their mean, or what `Train.aggregate` takes for it.
+
+        weighted: whether sample counts weigh it, with Train.weighting=samples.
+        """
+        return self.rule.mean(uploads, self.weights if weighted else None)
 
     def distill(self, student: State, teachers: State) -> State:
         """Returns the candidates, one lane each: the student before and after R steps.
@@ -75,9 +91,18 @@ class Server:
             raise ValueError("distillation needs public images: give some, or set Distill.steps to 0")
         key = key_of(self.seed, self.round, "distill")
         states, trace = distill(
-            self.model, student, teachers, self.images, o, self.multilabel, key, self.lanes_at_once, self.round
+            self.model,
+            student,
+            teachers,
+            self.images,
+            o,
+            self.multilabel,
+            key,
+            self.lanes_at_once,
+            self.round,
+            self.rule,
         )
         if o.guard == "none":  # the average replaces a student that diverged
             states = stack(student, states)
-        self.candidates = Candidates(states, (0, o.steps) if o.guard == "none" else o.judged(), trace, o)
+        self.candidates = Candidates(states, (0, o.steps) if o.guard == "none" else o.judged(), trace, o, self.rule)
         return states

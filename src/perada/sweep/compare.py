@@ -10,7 +10,7 @@ from ..callbacks import Callback
 from ..config import Config, federation_of, resolve
 from ..config.settings import Settings, absolute, for_method, given, moved
 from ..data import Federation
-from ..errors import InputError
+from ..errors import Diverged, InputError
 from ..experiment import Say
 from ..lanes import Pool
 from ..report import standings, write_report
@@ -53,6 +53,8 @@ class Comparison(Plan):
 
     def after_each(self) -> None:
         """Writes the tables of what is finished."""
+        if not self.finished():  # what there was diverged
+            return
         table = self.standings()
         files = {"md": standings.markdown, "csv": standings.comma_separated, "tex": standings.latex}
         for ending, write in files.items():
@@ -91,6 +93,8 @@ def compare(
         federation = federation or _continue(comparison, source, methods, seeds, settings)
         factory = partial(_trainer, comparison, here)
         train_all(comparison, factory(federation), jobs, federation.device, on_run, callbacks, say, factory)
+        if not comparison.finished():
+            raise Diverged("no run stayed finite", "lower Train.lr")
         comparison.after_each()
         write_report(comparison.runs, comparison.path / "report.html")
     return comparison
@@ -158,17 +162,21 @@ def _trainer(comparison: Comparison, here: Settings, federation: Federation | No
         path = comparison.path / name
         started, shared = begun(path), shared_backbone(comparison.path, comparison.config(name, here))
         with comparison.training(name):
-            run = train(
-                str(comparison.path / "plan" / f"{name}.toml"),
-                set=here,
-                out=path,
-                resume=started,
-                federation=data,
-                backbone=shared if shared is not None and shared.is_file() else None,
-                callbacks=callbacks,
-                say=say,
-                pool=pool,
-            )
-            keep_backbone(run.folder.backbone, shared)
+            try:
+                run = train(
+                    str(comparison.path / "plan" / f"{name}.toml"),
+                    set=here,
+                    out=path,
+                    resume=started,
+                    federation=data,
+                    backbone=shared if shared is not None and shared.is_file() else None,
+                    callbacks=callbacks,
+                    say=say,
+                    pool=pool,
+                )
+            except Diverged as error:  # the other runs are compared without it
+                say(f"warning: {name}: {error}")
+            else:
+                keep_backbone(run.folder.backbone, shared)
 
     return one

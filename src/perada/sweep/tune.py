@@ -14,7 +14,7 @@ from ..config import Config, resolve, toml_value, tune_grid
 from ..config.objects import check
 from ..config.settings import Settings, absolute, check_grid, for_method, given, grid_of, moved, of_method
 from ..data import Federation
-from ..errors import InputError
+from ..errors import Diverged, InputError
 from ..experiment import Say
 from ..lanes import Pool
 from ..methods import REGISTRY
@@ -182,8 +182,13 @@ def _trainer(
         if begun(path) and (path / "config.toml").read_text() != config.toml():
             shutil.rmtree(path)  # it is another point's
         with search.training(name):
-            last = validated(search.path, path, config, federation, callbacks, say, pool=pool)
-            search.record({**points[name], "local_val": last.scores["local_val"].mean})
+            try:
+                last = validated(search.path, path, config, federation, callbacks, say, pool=pool)
+                score = last.scores["local_val"].mean
+            except Diverged as error:  # a point that cannot be chosen; the search goes on
+                say(f"warning: {name}: {error}")
+                score = None
+            search.record({**points[name], "local_val": score})
             shutil.rmtree(path)
 
     return one

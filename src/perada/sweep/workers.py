@@ -86,7 +86,7 @@ def train_all(
 def _warn(name: str, progress: Progress, say: Say) -> None:
     """Says which clients a run goes on without."""
     for client in progress.failed:
-        say(f"warning: {name}: {client}: training stopped being finite; its last state is kept")
+        say(f"warning: {name}: {client}: training stopped being finite: this round goes on without it")
 
 
 def share_lanes(

@@ -1,8 +1,12 @@
-"""Found by a site's processes in these tests: what the ClientApp does can be made wrong, by $MISBEHAVE (a JSON file):
-{site: {"train-3": what}}. It is read for every message. With {"server": {"apps": "any"}} the server
-starts any app, as one in wrong hands would."""
+"""Found by a site's processes in these tests: what the ClientApp does can be made wrong, by $MISBEHAVE (a JSON file).
+
+{site: {"train-3": what}} is read for every message. What is really trained is written to `trained` next to it. With
+{"server": {"apps": "any"}} the server starts any app, as one in wrong hands would.
+"""
 
 import sys
+
+import no_network  # noqa: F401 (this file takes the place of tests/offline/sitecustomize.py)
 
 if "perada.flower.superexec" in sys.orig_argv:
     import json
@@ -14,6 +18,7 @@ if "perada.flower.superexec" in sys.orig_argv:
     from flwr.app import Array, ArrayRecord
     from safetensors.torch import load, save
 
+    from perada.client.cohort import LocalCohort
     from perada.flower import app, processes
     from perada.flower.messages import FORMAT, STATE, read_request
     from perada.runs import folder as runs
@@ -58,6 +63,14 @@ if "perada.flower.superexec" in sys.orig_argv:
         return found
 
     app.handle = _wrong
+    _train = LocalCohort.train
+
+    def _counted(self, now, sampled):
+        with Path(os.environ["MISBEHAVE"]).with_name("trained").open("a") as log:
+            log.write(f"{self.names[0]} {now.round}\n")
+        return _train(self, now, sampled)
+
+    LocalCohort.train = _counted
 
 if "superlink" in sys.orig_argv:
     import importlib

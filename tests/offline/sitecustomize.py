@@ -1,0 +1,3 @@
+"""Found by the Python processes that tests start: they stay on this machine, too."""
+
+import no_network  # noqa: F401
