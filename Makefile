@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo flower-demo test test-network test-lowest lint bench clean wheel-check audit sbom
+.PHONY: demo flower-demo test test-network test-lowest torture lint bench clean wheel-check audit sbom
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "perada needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
@@ -19,6 +19,10 @@ flower-demo: $(VENV)/.installed
 
 test-network: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/network
+
+# 1,000 random faults in the files of a run folder; `make test` tries 100.
+torture: $(VENV)/.installed
+	PERADA_MUTATIONS=1000 $(BIN)/python -m pytest tests/torture
 
 test: lint $(VENV)/.installed
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal

@@ -363,6 +363,18 @@ def test_a_pipe_in_place_of_a_file_never_blocks(
     assert file in text or "round-000" in text
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_a_folder_in_place_of_a_file_is_one_line(run: Path, older: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    if older:
+        as_older(run)
+    for name in ("summary.json", "data.json", "metrics.jsonl"):
+        (run / name).rename(run / "aside")
+        (run / name).mkdir()
+        assert str(run / name) in refused(capsys, "report", run)
+        (run / name).rmdir()
+        (run / "aside").rename(run / name)
+
+
 def test_a_half_written_file_has_a_name_that_nobody_can_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user of a shared folder would put a link there, and have the file behind it overwritten."""
     target, names = tmp_path / "x.json", list[str]()

@@ -214,7 +214,7 @@ class RunFolder:
         path, advice = self.path / "data.json", "delete it if the data are those that the run was made with"
         if self.manifest.state("data.json") in ("changed", "stray"):
             raise Damaged(f"{path} is damaged: {advice}")
-        about = read_object(path, {"classes": list, "clients": dict}, advice) if path.is_file() else {}
+        about = read_object(path, {"classes": list, "clients": dict}, advice) if path.exists() else {}
         try:
             if about and not _data_fit(about):
                 raise ValueError
@@ -245,7 +245,7 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any]:
         path = self.path / "summary.json"
-        if not path.is_file():
+        if not path.exists():
             raise InputError(f"{self.path} has no summary yet: finish it with --resume")
         kinds = {"round": int, "method": str, "data": str, "metric": str, "parameters": dict}
         advice = f"write it again with perada train --out {shlex.quote(str(self.path))} --resume"
