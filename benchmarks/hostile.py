@@ -1,6 +1,6 @@
 """Hostile sites in a federation: what six attacks do to the honest clients and to the server's model.
 
-    python benchmarks/hostile.py --out hostile.json             # every attack on PerAda and FedAvg; about an hour
+    python benchmarks/hostile.py --out hostile.json             # every attack on PerAda and FedAvg; half an hour
     python benchmarks/hostile.py --methods fedavg --attacks alie,label-flip --seeds 0 --aggregates mean,norm_clip
 
 Ten clients of the `digits` preset (Dirichlet partition with alpha 1, one local epoch, a short distillation) take part
