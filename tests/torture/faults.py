@@ -147,16 +147,15 @@ def became_a_link(file: Path, run: Path, rng: np.random.Generator) -> None:
 
 
 def _other(file: Path, run: Path, rng: np.random.Generator) -> Path:
-    others = [p for p in files_of(run) if p != file and p.suffix == file.suffix] or [run / "config.toml"]
+    more = [p for p in files_of(run) if p != file]
+    others = [p for p in more if p.suffix == file.suffix] or more
     return others[int(rng.integers(len(others)))]
 
 
 def _edit(file: Path, rng: np.random.Generator, change: Callable[[dict[str, Any], str], object]) -> None:
     """Changes one object of a JSON file, or of a line of one."""
     if file.suffix not in (".json", ".jsonl"):
-        bit_flipped_once = bytearray(file.read_bytes())
-        bit_flipped_once[len(bit_flipped_once) // 2] ^= 1
-        file.write_bytes(bit_flipped_once)
+        bit_flipped(file, file.parent, rng)
         return
     lines = file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]
     at = int(rng.integers(len(lines)))
