@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -23,19 +22,20 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from small import adapters
 
-from perada.cli import console
 from perada.cli import main as cli
 from perada.models.resnet import resnet
 
 PATIENCE = 20  # seconds after which a command hangs
 CLIENT = "client-01"
 EDITABLE = ("config.toml",)  # text that a person may edit, and that is believed
-FAULTS: dict[str, Callable[[Path, Path, np.random.Generator], None]] = {}
+Fault = Callable[[Path, Path, np.random.Generator], None]
+FAULTS: dict[str, Fault] = {}
 
 
-def fault(make: Callable[[Path, Path, np.random.Generator], None]) -> None:
+def fault(make: Fault) -> Fault:
     """Registers a kind of fault: it changes one file of a folder."""
     FAULTS[make.__name__.replace("_", " ")] = make
+    return make
 
 
 @fault
@@ -240,7 +240,6 @@ class Bench:
         shown, said = io.StringIO(), io.StringIO()
         code: int | str
         with redirect_stdout(shown), redirect_stderr(said):
-            console.out.file, console.err.file = shown, said
             try:
                 with _patience():
                     code = cli.main(words)
@@ -248,8 +247,6 @@ class Bench:
                 code = "hangs"
             except Exception:
                 code = traceback.format_exc()
-            finally:
-                console.out.file, console.err.file = sys.__stdout__, sys.__stderr__
         lines = frozenset(re.sub(r"\d[\d.,:]*", "#", line) for line in said.getvalue().splitlines() if "━" not in line)
         return Answer(code, result(shown.getvalue()) if code == 0 else None, lines)
 

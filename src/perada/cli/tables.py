@@ -12,7 +12,7 @@ from rich.text import Text
 from ..client.scores import Scores
 from ..data import Federation
 from ..data.download import Entry
-from ..report.facts import kept_without_guard, mishaps, unlikeness
+from ..report.facts import distillations, mishaps, unlikeness
 from ..report.standings import PERSONAL, Standings, parts
 from ..report.svg import millions
 from ..runs.moment import Evaluation
@@ -46,7 +46,7 @@ def results(runs: Sequence[Run]) -> Table:
     unit = "AUC" if summaries[0]["metric"] == "auc" else "accuracy"
     title = f"{summaries[0]['data']}: {unit} in %, mean ± std over the clients' personal models"
     splits = [name for name in PERSONAL if name != "shifted" or any(name in last.scores for _, last in rows)]
-    distilled = any(last.distilled for _, last in rows)
+    distilled = any(distillations(last, of)[0] for (_, last), of in zip(rows, history, strict=True))
     columns = ["trained", "sent", *(PERSONAL[name] for name in splits), "server"]
     table = house_table(title, "method", *columns, *(["distilled"] if distilled else []))
     table.caption = "server: the global model on Global-test"
@@ -69,12 +69,12 @@ def results(runs: Sequence[Run]) -> Table:
 
 def _kept(last: Evaluation, guarded: bool, rows: Sequence[Evaluation]) -> str:
     """Returns in how many rounds what was distilled was used: the guard kept it, or it did not diverge."""
-    if not last.distilled:
+    tried, used = distillations(last, rows)
+    if not tried:
         return "–"
     if guarded:
-        return f"{last.accepted} of {last.distilled}"
-    used = kept_without_guard(last, rows)
-    return "all" if used == str(last.distilled) else used
+        return f"{last.accepted} of {tried}"
+    return "all" if used == tried else f"{used} of {tried}"
 
 
 def standings(ranking: Standings) -> list[Table]:

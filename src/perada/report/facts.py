@@ -58,16 +58,24 @@ def mean_and_std(row: Evaluation | None, split: str) -> tuple[float | None, floa
     return (scores.mean, scores.std) if scores else (None, None)
 
 
-def kept_without_guard(last: Evaluation, rows: Sequence[Evaluation]) -> str:
-    """Returns in how many rounds a distilled student was used, where no guard chooses: one that diverged is not."""
-    diverged = sum(bool((row.distill or {}).get("diverged")) for row in rows)
-    return f"{last.distilled - diverged} of {last.distilled}" if diverged else str(last.distilled)
+def _diverged(rows: Sequence[Evaluation]) -> int:
+    return sum(bool((row.distill or {}).get("diverged")) for row in rows)
+
+
+def distillations(last: Evaluation | None, rows: Sequence[Evaluation]) -> tuple[int, int]:
+    """Returns in how many rounds a student was made, and in how many it did not diverge."""
+    if last is None:
+        return 0, 0
+    diverged = _diverged(rows)
+    if last.distilled + diverged > last.round:  # an older version counted those that diverged
+        return last.distilled, last.distilled - diverged
+    return last.distilled + diverged, last.distilled
 
 
 def mishaps(rows: Sequence[Evaluation]) -> list[str]:
     """Returns a sentence about each kind of thing that went wrong in the evaluated rounds, with who and how often."""
     lines, of = [], f"of {len(rows)} evaluated rounds"
-    if diverged := sum(bool((row.distill or {}).get("diverged")) for row in rows):
+    if diverged := _diverged(rows):
         lines.append(f"The distilled student diverged and was discarded in {diverged} {of}.")
     for what, who in (
         ("Training stopped being finite at", [row.failed for row in rows]),
@@ -134,13 +142,15 @@ class Facts:
     @property
     def guard(self) -> str:
         """Returns a sentence about the rounds in which the guard accepted the distilled adapter."""
-        if self.last is None or not self.last.distilled:
+        tried, used = distillations(self.last, self.rows)
+        if self.last is None or not tried:
             return "No distillation."
-        distilled, accepted = self.last.distilled, self.last.accepted
         if self.config.distill.guard == "none":
-            return f"Distilled in {kept_without_guard(self.last, self.rows)} rounds, without a guard."
-        share = f"{100 * accepted / distilled:.0f} %"
-        return f"The guard accepted the distilled adapter in {accepted} of {distilled} rounds ({share})."
+            often = f"{tried}" if used == tried else f"{used} of {tried}"
+            return f"Distilled in {often} rounds, without a guard."
+        accepted = self.last.accepted
+        share = f"{100 * accepted / tried:.0f} %"
+        return f"The guard accepted the distilled adapter in {accepted} of {tried} rounds ({share})."
 
 
 def gather_facts(runs: Sequence[Run]) -> list[Facts]:
