@@ -206,7 +206,7 @@ def plain_broadcast(sim: Experiment) -> Tensor:
 
 def test_shifted_scores_are_those_of_plain_modules_on_shifted_images(sim: Experiment) -> None:
     run = perada.Run.__new__(perada.Run)
-    run.__dict__.update(experiment=sim, federation=sim.federation, config=sim.config)
+    run.__dict__.update(experiment=sim, federation=sim.federation, config=sim.config, data_given=False)
     pool = sim.federation.test
     images = torch.from_numpy(corrupt(sim.federation.images[pool].numpy(), "gaussian_blur", 4))
     found = run.evaluate(["gaussian_blur:4"])["gaussian_blur:4"]
@@ -217,7 +217,7 @@ def test_shifted_scores_are_those_of_plain_modules_on_shifted_images(sim: Experi
 
 def test_all_severities_are_their_mean(sim: Experiment) -> None:
     run = perada.Run.__new__(perada.Run)
-    run.__dict__.update(experiment=sim, federation=sim.federation, config=sim.config)
+    run.__dict__.update(experiment=sim, federation=sim.federation, config=sim.config, data_given=False)
     each = run.evaluate([f"contrast:{s}" for s in range(1, 6)])
     every = run.evaluate(["contrast"])["contrast"].per_client
     for name, value in every.items():

@@ -23,7 +23,7 @@ from perada.experiment import Experiment
 from perada.lanes import State
 from perada.models.resnet import resnet
 from perada.runs.folder import RunFolder, at_work, locked
-from perada.runs.moment import Checkpoint
+from perada.runs.moment import Moment
 
 # What a run folder says.
 
@@ -245,7 +245,7 @@ def test_a_folder_that_keeps_more_checkpoints_goes_back_to_one_of_them(tmp_path:
     folder = RunFolder(tmp_path, keep=4)
     for round in range(1, 7):
         folder.append_metrics({"round": round})
-        folder.save(Checkpoint(round, state, state, [], {}), ())
+        folder.save(Moment(round, state, state).checkpoint(1.0, (), False, False), ())
     folder.write_json("summary.json", {})
     assert RunFolder(tmp_path).load(4)[0].round == 4
     with pytest.raises(InputError, match=r"no checkpoint after round 2 \(it has: 3, 4, 5, 6\)"):
