@@ -20,9 +20,9 @@ flower-demo: $(VENV)/.installed
 test-network: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/network
 
-# 1,000 random faults in the files of a run folder; `make test` tries 100.
+# 1,000 random faults in the files of a run folder, and of each kind of input; `make test` tries fewer.
 torture: $(VENV)/.installed
-	PERADA_MUTATIONS=1000 $(BIN)/python -m pytest tests/torture
+	PERADA_MUTATIONS=1000 PERADA_EXAMPLES=1000 $(BIN)/python -m pytest tests/torture tests/test_mutated_inputs.py
 
 test: lint $(VENV)/.installed
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
