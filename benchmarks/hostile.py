@@ -1,10 +1,11 @@
 """Hostile sites in a federation: what six attacks do to the honest clients and to the server's model.
 
-    python benchmarks/hostile.py --out hostile.json             # every attack on PerAda and FedAvg; about an hour
+    python benchmarks/hostile.py --out hostile.json             # every attack on PerAda and FedAvg; half an hour
     python benchmarks/hostile.py --methods fedavg --attacks alie,label-flip --seeds 0 --aggregates mean,norm_clip
 
-Ten clients of the `digits` preset take part in every round, and two of them are hostile: for the first half of the
-rounds (then they stay away) or for all of them. They know the honest clients' updates:
+Ten clients of the `digits` preset (Dirichlet partition with alpha 1, one local epoch, a short distillation) take part
+in every round. Two of them are hostile: for the first half of the rounds (then they stay away) or for all of them. They
+know the honest clients' updates:
 
 - x1000: each sends its own update, a thousand times as long
 - bound: it sends the honest mean's opposite, at 0.99 of the largest distance that a network accepts
@@ -56,13 +57,16 @@ from perada.runs.moment import Moment
 from perada.server.checks import Refused, check_upload_values
 
 CLIENTS, BOUND = 10, 100.0  # the bound is the default of a network's norm_bound
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "data.clients": CLIENTS,
     "data.alpha": 1.0,
-    "train.epochs": 1,
-    "train.cohort": 0,
-    "run.shifts": False,
     "data.server_val": 0.0,
+    "train.cohort": 0,
+    "train.epochs": 1,
+    "distill.size": 256,  # of the preset's 1024, and half its steps: the study has to end
+    "distill.steps": 15,
+    "distill.candidates": [5, 10],
+    "run.shifts": False,
 }
 Tensors = dict[str, Tensor]
 

@@ -92,10 +92,12 @@ def test_the_bound_remembers_the_rounds_before() -> None:
 
 
 def test_an_upload_far_beyond_the_median_is_left_out_and_named() -> None:
-    uploads = State({"w": torch.tensor([[1.0], [1.2], [-5.0], [2.9]]).expand(4, 4)})
+    uploads = State({"w": torch.tensor([[1.0], [0.1], [1.2], [-5.0], [2.9]]).expand(5, 4)})
     done = clipped(uploads, State({"w": torch.zeros(1, 4)}), {})
-    assert done.left_out == {2: "its update is 4.17 times as long as the median"}
-    assert done.states.params["w"][:, 0].tolist() == pytest.approx([1.0, 1.2, CLIP * 1.2])
+    assert done.left_out == {3: "its update is 4.17 times as long as the median"}
+    assert done.states.params["w"][:, 0].tolist() == pytest.approx([1.0, 0.1, 1.2, CLIP * 1.2])
+    two = State({"w": torch.tensor([[0.1], [1.0]]).expand(2, 4)})
+    assert not clipped(two, State({"w": torch.zeros(1, 4)}), {}).left_out
     sim = hostile(build(small(method__name="fedavg", train__cohort=4, train__aggregate="norm_clip")), far)
     sim.round()
     assert list(sim.now.last["refused"]) == ["client-01"]

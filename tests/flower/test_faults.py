@@ -101,7 +101,7 @@ UNREADABLE = {  # what is not in the safetensors format, and what lies about its
     "a negative shape": header({"a": {**ONE, "shape": [-1, -2]}}, bytes(8)),
     "an unknown dtype": header({"a": {**ONE, "dtype": "F33"}}, bytes(8)),
     "not JSON": header(b"{'a': ("),
-    "open brackets": header(b"[" * 100_000),
+    "open brackets": header(b"[" * 4000),
     "a list": header([1, 2]),
     "pickle": b"\x80\x04K\x01.",
 }

@@ -290,6 +290,25 @@ def test_the_line_that_continues_a_run_is_complete(keyed: Path, monkeypatch: pyt
     assert lines == [f"perada flower run {keyed} --resume --name x --continue-from run-1"]
 
 
+def test_a_run_goes_back_by_one_command(
+    keyed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in a project of an older version, whose app does not know the setting."""
+    flower_json(keyed, "run-1", RUNNING)
+    app = keyed / "app" / "pyproject.toml"
+    now = app.read_text()
+    assert "from-round = -1" in now
+    app.write_text(now.replace("from-round = -1\n", ""))
+    sent: list[tuple[str, ...]] = []
+    monkeypatch.setattr(Control, "open", classmethod(lambda cls, home: cls(home)))
+    monkeypatch.setattr(Control, "call", lambda self, *words: sent.append(words) or {"run-id": 1})
+    assert cli.main(["flower", "run", str(keyed), "--from-round", "2", "--detach"]) == 0
+    assert sent[0][-1] == 'run="run-1" resume=true continue-from="" from-round=2'
+    assert app.read_text() == now
+    assert "leave out --resume" in refusal(["run", str(keyed), "--from-round", "2", "--resume"], capsys)
+    assert "run-1" in refusal(["run", str(keyed), "--from-round", "2", "--name", "run-7"], capsys)
+
+
 def test_a_run_on_a_random_backbone_gets_a_warning(
     keyed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
