@@ -364,15 +364,18 @@ def test_a_pipe_in_place_of_a_file_never_blocks(
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_a_folder_in_place_of_a_file_is_one_line(run: Path, older: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_or_a_link_to_itself_is_one_line(run: Path, older: bool, capsys: pytest.CaptureFixture[str]) -> None:
     if older:
         as_older(run)
-    for name in ("summary.json", "data.json", "metrics.jsonl"):
-        (run / name).rename(run / "aside")
-        (run / name).mkdir()
-        assert str(run / name) in refused(capsys, "report", run)
-        (run / name).rmdir()
-        (run / "aside").rename(run / name)
+    for path in (run / "summary.json", run / "data.json", run / "metrics.jsonl"):
+        path.rename(run / "aside")
+        path.mkdir()
+        assert str(path) in refused(capsys, "report", run)
+        path.rmdir()
+        path.symlink_to(path)
+        assert str(path) in refused(capsys, "report", run)
+        path.unlink()
+        (run / "aside").rename(path)
 
 
 def test_a_half_written_file_has_a_name_that_nobody_can_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

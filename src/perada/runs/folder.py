@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Container, Mapping
@@ -214,7 +215,7 @@ class RunFolder:
         path, advice = self.path / "data.json", "delete it if the data are those that the run was made with"
         if self.manifest.state("data.json") in ("changed", "stray"):
             raise Damaged(f"{path} is damaged: {advice}")
-        about = read_object(path, {"classes": list, "clients": dict}, advice) if path.exists() else {}
+        about = read_object(path, {"classes": list, "clients": dict}, advice) if os.path.lexists(path) else {}
         try:
             if about and not _data_fit(about):
                 raise ValueError
@@ -245,7 +246,7 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any]:
         path = self.path / "summary.json"
-        if not path.exists():
+        if not os.path.lexists(path):
             raise InputError(f"{self.path} has no summary yet: finish it with --resume")
         kinds = {"round": int, "method": str, "data": str, "metric": str, "parameters": dict}
         advice = f"write it again with perada train --out {shlex.quote(str(self.path))} --resume"

@@ -55,7 +55,7 @@ class Rows:
         return {"bytes": size, "sha256": digest.hexdigest()}
 
     def content(self) -> bytes:
-        return read_file(self.path) if self.path.exists() else b""
+        return read_file(self.path) if os.path.lexists(self.path) else b""
 
     def read(self, mark: Mark) -> list[dict[str, Any]]:
         """Returns the rows. mark: the newest checkpoint's; rows before it must be what was written."""
@@ -67,7 +67,7 @@ class Rows:
             data = self.content()
         except OSError as error:
             raise Damaged(f"cannot read {self.path} ({error.strerror}): {ADVICE}") from error
-        if not data and not self.path.exists():
+        if not data and not os.path.lexists(self.path):
             return data
         whole = data[: mark["bytes"]] if mark else b""
         if mark and mark_of(whole) != mark:
@@ -81,7 +81,7 @@ class Rows:
     def problem(self, mark: Mark) -> str:
         """Returns in one line what is wrong with the file; empty if all rows are there."""
         state = self.manifest.state(METRICS)
-        if not self.path.exists() and (state == "missing" or (mark and mark["bytes"])):
+        if not os.path.lexists(self.path) and (state == "missing" or (mark and mark["bytes"])):
             return f"{self.path} is missing: copy it again; without it the scores of earlier rounds are lost"
         try:
             self.read(mark)
