@@ -151,7 +151,7 @@ def test_the_program_of_the_python_document_runs(
 
 
 def test_the_table_of_methods_has_every_method_with_its_numbers() -> None:
-    text = (DOCS / "methods.md").read_text()
+    text = (DOCS / "methods.md").read_text().partition("\n## ")[0]
     rows = [[c.strip() for c in line.strip("|\n").split("|")] for line in text.splitlines() if line.startswith("| `")]
     assert [r[0].strip("`") for r in rows] == list(REGISTRY)
     for row in rows:
