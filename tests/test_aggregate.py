@@ -135,6 +135,13 @@ def test_an_upload_far_beyond_the_median_is_left_out_and_named() -> None:
     assert sim.evaluate().refused.keys() == {"client-01"}  # type: ignore[union-attr]
 
 
+def test_a_long_update_is_left_out_only_if_it_points_against_the_others() -> None:
+    """A sign flip costs too much if it is only clipped; an honest update that is as long is not against the others."""
+    done = clipped(updates(1.0, 1.0, 1.2, 1.1, -5.0, 5.0, -2.9), ZERO, {})
+    assert done.left_out == {4: "its update is 4.17 times as long as the median and points against the others"}
+    assert done.states.params["w"][:, 0].tolist() == pytest.approx([1.0, 1.0, 1.2, 1.1, 1.44, -1.44])
+
+
 def test_a_client_that_is_left_out_has_no_part_in_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a weight, nor a vote in the guard, nor bytes."""
     clients = {"train__cohort": 4, "train__aggregate": "norm_clip", "train__weighting": "samples"}

@@ -4,7 +4,8 @@
 - `norm_clip`: the mean of uploads whose distance from the broadcast is at most 1.2 times the median distance, over this
   round's clients and the medians of the last rounds. Parameters, running statistics and each joined part (SCAFFOLD's
   control variates) are clipped separately. An upload whose parameters are more than 20 times as far away as that median
-  is left out. The factor is that high because an honest update grows with the client's number of steps.
+  is left out. The factor is that high because an honest update grows with the client's number of steps. From 3 times on
+  an upload is left out if it also points against the sum of the others: then clipping alone costs too much.
 - `trimmed_mean`: coordinate by coordinate, the mean without the largest and the smallest values (Yin et al.,
   "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", ICML 2018).
 - `median`: the trimmed mean that keeps the one or two values in the middle.
@@ -30,6 +31,7 @@ Norms = Mapping[str, Sequence[float]]  # by part: the median distances of the la
 
 CLIP = 1.2  # times the median: docs/methods.md has the comparison with 1 and 1.5
 FAR = 20.0  # times the median: a client with six times the images of the others was at 4 times
+LONG = 3.0  # times the median, where the direction decides
 HISTORY = 10  # rounds whose medians the server keeps
 SHARE = 2.0  # samples that count, as a multiple of the cohort's median, where uploads are clipped
 ABSURD = 1e6  # a loss that no model has: 14 is a probability of one in a million
@@ -156,7 +158,7 @@ def usual(distances: Tensor, history: Sequence[float]) -> float | None:
 def clipped(uploads: State, reference: State, norms: Norms) -> Admission:
     """Clips every part of the uploads, and leaves out those whose parameters are far away.
 
-    On a GPU this waits once, for the distances.
+    On a GPU this waits for the distances, and for the directions if an update is long.
     """
     new = {"params": dict(uploads.params), "buffers": dict(uploads.buffers)}
     old = {"params": reference.params, "buffers": reference.buffers}
@@ -179,15 +181,29 @@ def clipped(uploads: State, reference: State, norms: Norms) -> Admission:
             by = like(by, tensor)
             new[kind][n] = torch.where(by < 1, old[kind][n] + by * (tensor - old[kind][n]), tensor)
         if part == "params":
-            far = far_away(d, median)
+            moves = {n: new[kind][n] - old[kind][n] for n in own} if (d > LONG * median).any() else {}
+            far = far_away(d / median, against_others(moves))
     states = State(new["params"], new["buffers"])
     if far:
         states = gather(states, [k for k in range(states.lanes) if k not in far])
     return Admission(states, far, history)
 
 
-def far_away(distances: Tensor, median: float) -> dict[int, str]:
-    """Returns the lanes that moved absurdly far, in words; none if that is half of all, which clipping has to bound."""
-    times = (distances / median).tolist()
-    far = {k: f"its update is {x:.3g} times as long as the median" for k, x in enumerate(times) if x > FAR}
+def against_others(moves: Mapping[str, Tensor]) -> list[bool]:
+    """Returns for each lane whether its move points against the sum of the other lanes'; nothing of no moves."""
+    flat = [t.double().flatten(1) for t in moves.values()]
+    each = [m @ m.sum(0) - m.square().sum(1) for m in flat]
+    return (torch.stack(each).sum(0) < 0).tolist() if each else []
+
+
+def far_away(times: Tensor, against: Sequence[bool]) -> dict[int, str]:
+    """Returns the lanes to leave out, in words; none if they are half of all, which clipping has to bound.
+
+    times: each one's distance, in medians. against: whether each points against the others, if any is long.
+    """
+    far: dict[int, str] = {}
+    for lane, x in enumerate(times.tolist()):
+        if x > FAR or (x > LONG and against[lane]):
+            why = "" if x > FAR else " and points against the others"
+            far[lane] = f"its update is {x:.3g} times as long as the median{why}"
     return far if 2 * len(far) < len(times) else {}
