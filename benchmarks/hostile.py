@@ -54,7 +54,7 @@ from perada.experiment import Experiment
 from perada.lanes import State, gather, stack
 from perada.methods import expected_upload
 from perada.runs.moment import Moment
-from perada.server.checks import Refused, check_upload_values
+from perada.server.checks import refused_lanes
 
 CLIENTS, BOUND = 10, 100.0  # the bound is the default of a network's norm_bound
 SETTINGS: dict[str, Any] = {
@@ -153,18 +153,14 @@ class Siege(LocalCohort):
             honest = gather(uploads.states, [k for k, c in enumerate(clients) if c not in self.hostile])
             for k in (k for k, c in enumerate(clients) if c in self.hostile):
                 lanes[k] = ATTACKS[self.attack](lanes[k], honest, reference)
-        good, refused = [], {}
-        for k, lane in enumerate(lanes):
-            try:
-                check_upload_values(lane, reference, BOUND)
-                good.append(k)
-            except Refused as error:
-                refused[self.names[clients[k]]] = str(error)
+        states = stack(*lanes)
+        bad = refused_lanes(states, reference, BOUND)
+        good, refused = [k for k in range(len(lanes)) if k not in bad], {self.names[clients[k]]: bad[k] for k in bad}
         self.trainer = self.trainer_of([clients[k] for k in good], now.round)
         report = Report(uploads.report.loss, uploads.report.failed, refused=refused)
         return replace(
             uploads,
-            states=stack(*(lanes[k] for k in good)),
+            states=gather(states, good),
             names=[self.names[clients[k]] for k in good],
             report=report,
         )
@@ -250,11 +246,12 @@ def measure(case: Case, rounds: int, settings: Mapping[str, Any]) -> dict[str, A
 def cases(options: argparse.Namespace) -> list[Case]:
     """Returns the runs without an attack, and those with one."""
     out = []
+    ends = [int(n) for n in options.until.split(",")] if options.until else [options.rounds // 2, options.rounds]
     for method, seed in itertools.product(options.methods.split(","), map(int, options.seeds.split(","))):
         out += [Case(method, seed, "mean"), Case(method, seed, "mean", clients=CLIENTS - 2)]
         out += [Case(method, seed, a) for a in options.aggregates.split(",") if a != "mean"]
         for rule, attack in itertools.product(options.aggregates.split(","), options.attacks.split(",")):
-            out += [Case(method, seed, rule, attack, until) for until in (options.rounds // 2, options.rounds)]
+            out += [Case(method, seed, rule, attack, until) for until in ends]
     return out
 
 
@@ -290,6 +287,7 @@ def main() -> None:
     parser.add_argument("--aggregates", default="norm_clip", help="rules under attack (default: norm_clip)")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--until", help="rounds after which the attack ends (default: half of all, and all)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="further settings of every run")
     parser.add_argument("--validation", action="store_true", help="show scores on validation images instead of test")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, each with one thread")

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from perada.config import build
 from perada.data.federation import Federation
+from perada.errors import InputError
 from perada.experiment import Experiment
 from perada.lanes import State, gather, stack
+from perada.server.aggregate import ABSURD
 from perada.server.distill import Distill
 from perada.server.guard import Server
 
@@ -134,6 +136,11 @@ def test_no_steps_is_no_distillation() -> None:
     assert s.candidates is None
 
 
+def test_a_temperature_whose_square_is_no_number_is_refused() -> None:
+    with pytest.raises(InputError, match=r"Distill.temperature must be at most 1000, not 1e\+308"):
+        Distill(temperature=1e308)
+
+
 # The guards of a real round.
 
 
@@ -168,6 +175,17 @@ def test_clients_judge_with_their_own_validation_data(sims: dict[str, Experiment
     for j, m in enumerate(sim.sampled(0)):
         wanted = by_plain_module(sim, candidates, sim.federation.clients[m].val)
         assert_close_norm(found[:, j], torch.tensor(wanted, dtype=torch.float64), 1e-9)
+
+
+def test_a_judge_has_a_number_for_every_candidate_or_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a site reports them: a candidate that overflows somewhere loses there, and silences nobody."""
+    sim, nan = build(small(train__cohort=4)), math.nan
+    raw = double([1.0, nan, math.inf, 0.5], [nan, nan, 0.7, 3e6], [math.inf, nan, nan, 0.4])
+    monkeypatch.setattr(type(sim.method), "client_score", lambda self, trainer, candidates: raw)
+    sim.gather()
+    scores = sim.cohort.score(sim.now, candidate_states(sim))
+    known = double([1.0, nan, ABSURD, 0.5], [ABSURD, nan, 0.7, ABSURD], [ABSURD, nan, ABSURD, 0.4])
+    assert torch.equal(scores.nan_to_num(-1), known.nan_to_num(-1))
 
 
 def test_the_server_judges_with_its_own_validation_data(sims: dict[str, Experiment]) -> None:

@@ -164,7 +164,9 @@ class Experiment:
         """Ends the round at the server: the method proposes, the guard scores and chooses."""
         with self._timed():
             now = self.now
-            uploads, memory = self._admit(uploads)
+            uploads, memory, left_out = self._admit(uploads)
+            if left_out:
+                self.cohort.left_out(left_out)
             report = uploads.report
             state, broadcast, log = self._at_server(uploads) if uploads.clients else (now.server, now.broadcast, None)
             self.now = Moment(
@@ -172,7 +174,7 @@ class Experiment:
                 server=state,
                 broadcast=broadcast,
                 kept=now.kept if uploads.kept is None else uploads.kept,
-                counters=self._count(uploads, broadcast, log),
+                counters=uploads.counters(now.counters, now.broadcast, broadcast, log, self.distill.guard == "clients"),
                 last={"train_loss": report.loss, "distill": log, **report.as_note()},
                 memory=memory,
                 changed=now.changed | set(self.sampled(now.round)),
@@ -203,25 +205,23 @@ class Experiment:
         """How uploads become one."""
         return Rule(self.train.aggregate, self.train.trim)
 
-    def _admit(self, uploads: Uploads) -> tuple[Uploads, dict[str, Any]]:
-        """Returns the uploads as they take part in the round, and what the server remembers.
+    def _admit(self, uploads: Uploads) -> tuple[Uploads, dict[str, Any], Mapping[str, str]]:
+        """Returns the uploads as they take part in the round, what the server keeps, and who is left out and why.
 
         Raises Diverged if nobody uploaded anything in several rounds in a row.
         """
-        memory = {k: v for k, v in self.now.memory.items() if k != IDLE}
+        memory = self.now.memory
         if uploads.clients:
-            if self.rule.kind == "mean" or not uploads.states.lanes:
-                return uploads, memory
             reference = expected_upload(self.method, self.model, self.now.broadcast)
-            uploads, norms = uploads.admitted(self.rule, reference, memory.get(NORMS, {}))
-            return uploads, {NORMS: norms} if norms else {}
-        idle = self.now.memory.get(IDLE, 0) + 1
+            uploads, norms, left_out = uploads.admitted(self.rule, reference, memory.get(NORMS, {}))
+            return uploads, {NORMS: norms} if norms else {}, left_out
+        idle = memory.get(IDLE, 0) + 1
         if idle >= PATIENCE:
             raise Diverged(
                 f"no client's training stayed finite in {idle} rounds in a row",
                 "lower Train.lr, or bound the gradients with Train.clip",
             )
-        return uploads, memory | {IDLE: idle}
+        return uploads, memory | {IDLE: idle}, {}
 
     def judge(self, candidates: State) -> Tensor | None:
         """Returns the guard's losses `[candidates, judges]`; None without a guard."""
@@ -231,19 +231,6 @@ class Experiment:
             return self.cohort.score(self.now, candidates)
         losses = sample_losses(self.model, candidates, self.federation, self.federation.server_val)
         return losses.mean(1, keepdim=True).double().cpu()
-
-    def _count(self, uploads: Uploads, broadcast: State, log: dict[str, Any] | None) -> dict[str, int]:
-        """Returns the bytes sent so far, and how often distillation ran and the guard accepted it."""
-        before, trained = self.now.counters, uploads.clients + len(uploads.report.failed)
-        down = self.now.broadcast.bytes_per_lane() * trained
-        if log and "guard_chose" in log and self.distill.guard == "clients":  # clients judge the candidates
-            down += len(log["guard_steps"]) * broadcast.bytes_per_lane() * uploads.clients
-        return {
-            "bytes_up": before["bytes_up"] + uploads.states.bytes_per_lane() * uploads.clients,
-            "bytes_down": before["bytes_down"] + down,
-            "distilled": before["distilled"] + int(log is not None and not log.get("diverged")),
-            "accepted": before["accepted"] + int(bool(log and log.get("guard_chose"))),
-        }
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

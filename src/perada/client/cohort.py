@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..lanes import LaneModel, State, bytes_per_lane, gather, repeat, scatter
 from ..lanes.machine import free_memory, precision_of
 from ..methods import Finisher, Judge, Method, check_upload
-from ..server.aggregate import Norms, Rule
+from ..server.aggregate import ABSURD, Norms, Rule
 from .scores import Scores, personal_scores
 from .trainer import Train, Trainer
 
@@ -55,17 +55,39 @@ class Uploads:
     def clients(self) -> int:
         return len(self.names)
 
-    def admitted(self, rule: Rule, reference: State, norms: Norms) -> tuple[Uploads, Norms]:
-        """Returns the uploads as the rule lets them take part, with the refused in the report, and new norms."""
+    def admitted(self, rule: Rule, reference: State, norms: Norms) -> tuple[Uploads, Norms, Mapping[str, str]]:
+        """Returns the uploads as the rule lets them take part, new norms, and who is left out and why.
+
+        Those who are left out are in the report, and nowhere else.
+        """
         admission = rule.admit(self.states, reference, norms)
-        weights, out = rule.weights(self.weights), admission.left_out
-        refused = {**self.report.refused, **{self.names[k]: why for k, why in out.items()}}
-        return replace(
+        out = {self.names[k]: why for k, why in admission.left_out.items()}
+        stay, weights = [k for k in range(self.clients) if k not in admission.left_out], rule.weights(self.weights)
+        uploads = replace(
             self,
             states=admission.states,
-            weights=weights and [w for k, w in enumerate(weights) if k not in out],
-            report=replace(self.report, refused=refused),
-        ), admission.norms
+            names=[self.names[k] for k in stay],
+            weights=weights and [weights[k] for k in stay],
+            report=replace(self.report, refused={**self.report.refused, **out}),
+        )
+        return uploads, admission.norms, out
+
+    def counters(
+        self, before: Mapping[str, int], received: State, broadcast: State, log: Mapping[str, Any] | None, judges: bool
+    ) -> dict[str, int]:
+        """Returns the bytes sent so far, and how often distillation ran and the guard accepted it.
+
+        received: what these clients trained from. judges: whether they scored the candidates for the new broadcast.
+        """
+        down = received.bytes_per_lane() * (self.clients + len(self.report.failed))
+        if log and "guard_chose" in log and judges:
+            down += len(log["guard_steps"]) * broadcast.bytes_per_lane() * self.clients
+        return {
+            "bytes_up": before["bytes_up"] + self.states.bytes_per_lane() * self.clients,
+            "bytes_down": before["bytes_down"] + down,
+            "distilled": before["distilled"] + int(log is not None and not log.get("diverged")),
+            "accepted": before["accepted"] + int(bool(log and log.get("guard_chose"))),
+        }
 
 
 class Cohort(Protocol):
@@ -78,8 +100,14 @@ class Cohort(Protocol):
     def train(self, now: Moment, sampled: Sequence[int]) -> Uploads:
         """Trains the sampled clients from the broadcast."""
 
+    def left_out(self, why: Mapping[str, str]) -> None:
+        """Is told which of the clients that trained last the server left out, and why: they judge nothing."""
+
     def score(self, now: Moment, candidates: State) -> Tensor:
-        """Returns the losses `[candidates, judges]` of the clients that trained last; NaN means no opinion."""
+        """Returns the losses `[candidates, judges]` of the clients that trained last; NaN means no opinion.
+
+        A judge has a number, at most `ABSURD`, for each candidate, or NaN for all.
+        """
 
     def evaluate(self, now: Moment, splits: Sequence[str], last: bool) -> Mapping[str, Scores] | None:
         """Returns every client's scores; None if they come with the next uploads, which the last ones never do."""
@@ -146,11 +174,22 @@ class LocalCohort:
             scatter(now.kept, sampled, kept) if kept.lanes else now.kept,
         )
 
+    def left_out(self, why: Mapping[str, str]) -> None:
+        assert self.trainer is not None
+        stay = [c for c in self.trainer.clients if self.names[c] not in why]
+        self.trainer = self.trainer_of(stay, self.trainer.round)
+
     def score(self, now: Moment, candidates: State) -> Tensor:
+        assert self.trainer is not None
+        return self.losses(self.trainer, candidates)
+
+    def losses(self, trainer: Trainer, candidates: State) -> Tensor:
+        """Returns the losses of these clients, as `score` does."""
         if not isinstance(self.method, Judge):
             raise ValueError(f"{type(self.method).__name__} has no client_score: use another Distill.guard")
-        assert self.trainer is not None
-        return self.method.client_score(self.trainer, candidates)
+        losses = self.method.client_score(trainer, candidates)
+        bounded = losses.nan_to_num(nan=ABSURD, posinf=ABSURD).clamp(max=ABSURD)
+        return losses.where(losses.isnan().all(0), bounded)  # of no data, or of nothing but NaN: no opinion
 
     def evaluate(self, now: Moment, splits: Sequence[str], last: bool) -> Mapping[str, Scores]:
         return personal_scores(self.model, self.method.personal(now.broadcast, now.kept), self.federation, splits)

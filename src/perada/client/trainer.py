@@ -34,7 +34,7 @@ class Train:
     weight_decay: float = 0.0
     clip: float = 0.0  # bound on the norm of a lane's gradient; 0 is off
     weighting: Literal["uniform", "samples"] = "uniform"  # how the server averages
-    aggregate: Kind = "mean"  # what it takes for the average; the others bear a hostile minority: server/aggregate.py
+    aggregate: Kind = "mean"  # how it averages; the other rules limit a hostile minority: server/aggregate.py
     trim: float = 0.2  # share of the clients that trimmed_mean leaves out of a coordinate, at each end
 
     def __post_init__(self) -> None:

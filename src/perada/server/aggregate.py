@@ -1,11 +1,11 @@
-"""How the server makes one state of many uploads: by the mean, or by a rule that a hostile minority cannot lead far.
+"""How the server makes one state of many uploads: by the mean, or by a rule that limits what a hostile minority can do.
 
 - `mean`: the plain mean, as in the methods' papers. One upload can move it anywhere.
-- `norm_clip`: the mean of uploads whose distance from the broadcast is at most 1.2 times the median distance. The
-  median is over this round's clients and the medians of the last rounds. Parameters, running statistics and each
-  joined part (SCAFFOLD's control variates) are clipped separately. An upload whose parameters are more than 3 times as
-  far away as this round's median is left out: no honest client was beyond 1.4 times (digits, very unlike clients),
-  and its direction would still count as much as an honest one's after clipping.
+- `norm_clip`: the mean of uploads whose distance from the broadcast is at most 1.2 times the median distance, over this
+  round's clients and the medians of the last rounds. Parameters, running statistics and each joined part (SCAFFOLD's
+  control variates) are clipped separately. An upload whose parameters are more than 20 times as far away as that median
+  is left out. The factor is that high because an honest update grows with the client's number of steps. From 3 times on
+  an upload is left out if it also points against the sum of the others: then clipping alone costs too much.
 - `trimmed_mean`: coordinate by coordinate, the mean without the largest and the smallest values (Yin et al.,
   "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", ICML 2018).
 - `median`: the trimmed mean that keeps the one or two values in the middle.
@@ -24,17 +24,17 @@ import torch
 from torch import Tensor
 
 from ..lanes import State, gather, like, mean, sent
-from .checks import variances
+from .checks import MIN_OTHERS, by_key, variances
 
 Kind = Literal["mean", "norm_clip", "trimmed_mean", "median"]
 Norms = Mapping[str, Sequence[float]]  # by part: the median distances of the last rounds
 
 CLIP = 1.2  # times the median: docs/methods.md has the comparison with 1 and 1.5
-FAR = 3.0  # times the median
-HISTORY = 10  # rounds whose medians are remembered
+FAR = 20.0  # times the median: a client with six times the images of the others was at 4 times
+LONG = 3.0  # times the median, where the direction decides
+HISTORY = 10  # rounds whose medians the server keeps
 SHARE = 2.0  # samples that count, as a multiple of the cohort's median, where uploads are clipped
 ABSURD = 1e6  # a loss that no model has: 14 is a probability of one in a million
-DOUBTFUL = 100.0  # honest judges' differences were at most 5 times the median (digits, 20 unlike clients)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Admission:
 
     states: State
     left_out: Mapping[int, str]  # the lanes of `uploads` that do not, and why
-    norms: Mapping[str, list[float]]  # the medians to remember
+    norms: Mapping[str, list[float]]  # the medians, for the next rounds
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Rule:
     kind: Kind = "mean"
     trim: float = 0.2  # share of the clients that a trimmed mean leaves out, at each end
 
-    def of_lanes(self, tensor: Tensor) -> Tensor:
-        """Returns `[1, ...]` of `[K, ...]`: the mean, trimmed mean or median over lanes."""
+    def of_lanes(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """Returns the mean, trimmed mean or median over the lanes, which are dimension `dim`; it keeps one of them."""
         if self.kind in ("mean", "norm_clip"):
-            return tensor.mean(0, keepdim=True)
-        return trimmed_mean(tensor, self.left_out(len(tensor)))
+            return tensor.mean(dim, keepdim=True)
+        return trimmed_mean(tensor, self.cut(tensor.shape[dim]), dim)
 
-    def left_out(self, lanes: int) -> int:
-        """Returns how many values are left out at each end: of few clients more than the share, rather than none."""
+    def cut(self, lanes: int) -> int:
+        """Returns how many values are cut off at each end: of few clients more than the share, rather than none."""
         most = (lanes - 1) // 2
         return most if self.kind == "median" else min(most, math.ceil(self.trim * lanes - 1e-9))
 
@@ -72,14 +72,17 @@ class Rule:
 
     def admit(self, uploads: State, reference: State, norms: Norms) -> Admission:
         """Returns the uploads as they take part in the round. reference: one lane, what they are compared with."""
-        if self.kind == "mean":
+        if self.kind == "mean" or not uploads.lanes:
             return Admission(uploads, {}, {})
         uploads = positive(uploads, reference)
         return clipped(uploads, reference, norms) if self.kind == "norm_clip" else Admission(uploads, {}, {})
 
     def weights(self, samples: Sequence[float] | None) -> Sequence[float] | None:
-        """Returns the weights of the mean. Where uploads are clipped, a client counts at most twice the median."""
-        if samples is None or self.kind != "norm_clip":
+        """Returns the weights of the mean. Where uploads are clipped, a client counts at most twice the median.
+
+        Fewer than `MIN_OTHERS` clients say nothing about each other's samples.
+        """
+        if samples is None or self.kind != "norm_clip" or len(samples) < MIN_OTHERS:
             return samples
         most = SHARE * float(torch.tensor(samples, dtype=torch.float64).median())
         return [min(n, most) for n in samples]
@@ -87,37 +90,36 @@ class Rule:
     def losses(self, losses: Tensor, finite: Tensor) -> Tensor | None:
         """Returns a loss per candidate from `[candidates, judges]`, to compare them; None if no judge has an opinion.
 
-        finite: which candidates are. The first candidate is what the others are compared with.
+        finite: which candidates are. The first candidate is what the others are compared with. The mean takes every
+        judge that has data at its word; the other rules drop a judge whose losses are absurd.
         """
+        usable = finite.clone()
+        usable[0] = True
+        if self.kind == "mean":
+            losses = losses[:, ~losses[0].isnan()]
+            scores = losses.mean(1)
+            return scores.masked_fill(~usable | ~scores.isfinite(), torch.inf) if losses.shape[1] else None
         valid = losses.abs() <= ABSURD
         losses, valid = losses[:, valid[0]], valid[:, valid[0]]  # others have no data
-        if not losses.shape[1]:
-            return None
-        usable = finite & (2 * valid.sum(1) >= valid.shape[1])  # else it diverged, or as good as
-        usable[0] = True
+        usable[1:] &= (2 * valid.sum(1) >= valid.shape[1])[1:]  # else it diverged, or as good as
         losses = losses[:, valid[usable].all(0)]  # a judge that skips a candidate has no opinion
         if not losses.shape[1]:
             return None
         gains = (losses - losses[0]).masked_fill(~usable[:, None], 0)
-        spread = gains.abs().amax(0)
-        if self.kind == "mean":
-            believed = (spread <= DOUBTFUL * spread.median()) | (spread.median() == 0)
-            scores = losses[:, believed].mean(1)
-        else:
-            if self.kind == "norm_clip":
-                gains = gains * shrink(spread, spread.median())
-            scores = losses[0].median() + self.of_lanes(gains.T)[0]
+        if self.kind == "norm_clip":
+            spread = gains.abs().amax(0)
+            gains = gains * shrink(spread, spread.median())
+        scores = losses[0].median() + self.of_lanes(gains, 1)[:, 0]
         return scores.masked_fill(~usable, torch.inf)
 
 
 MEAN = Rule()
 
 
-def trimmed_mean(tensor: Tensor, left_out: int) -> Tensor:
-    """Returns the mean over lanes, `[1, ...]`, without the `left_out` largest and smallest values of a coordinate."""
-    if not left_out:
-        return tensor.mean(0, keepdim=True)
-    return tensor.sort(0).values[left_out : len(tensor) - left_out].mean(0, keepdim=True)
+def trimmed_mean(tensor: Tensor, cut: int, dim: int = 0) -> Tensor:
+    """Returns the mean over a dimension, which it keeps, without the `cut` largest and smallest values."""
+    kept = tensor.sort(dim).values.narrow(dim, cut, tensor.shape[dim] - 2 * cut) if cut else tensor
+    return kept.mean(dim, keepdim=True)
 
 
 def shrink(norms: Tensor, bound: Tensor) -> Tensor:
@@ -133,51 +135,78 @@ def positive(uploads: State, reference: State) -> State:
 
 
 def parts(state: State) -> dict[str, list[str]]:
-    """Returns the names that are clipped together: `params` and `buffers`, and such with a key for joined states."""
-    out: dict[str, list[str]] = {}
-    for kind, tensors in (("params", state.params), ("buffers", state.buffers)):
-        for name in tensors:
-            key = name.rpartition("/")[0]
-            out.setdefault(f"{kind}/{key}" if key else kind, []).append(name)
-    return out
+    """Returns the names that are clipped together: `params` and `buffers`, and such with a key for joined states.
+
+    Whole numbers and masks are no update that could be made shorter, so they are in no part.
+    """
+    return {
+        f"{kind}/{key}" if key else kind: names
+        for kind, tensors in (("params", state.params), ("buffers", state.buffers))
+        for key, names in by_key({n: t for n, t in tensors.items() if t.is_floating_point()}).items()
+    }
+
+
+def usual(distances: Tensor, history: Sequence[float]) -> float | None:
+    """Returns the median distance of this round's uploads and of the last rounds; None if that says nothing.
+
+    An upload that equals the broadcast says nothing. Neither do fewer than three uploads: then the last rounds count
+    alone. Of an even number the lower of the two in the middle is the median.
+    """
+    few = len(distances) < MIN_OTHERS
+    known = torch.cat([distances[:0] if few else distances, distances.new_tensor(history)])
+    known = known[known > 0]
+    return float(known.median()) if len(known) else None
 
 
 def clipped(uploads: State, reference: State, norms: Norms) -> Admission:
     """Clips every part of the uploads, and leaves out those whose parameters are far away.
 
-    Of an even number the lower of the two in the middle is the median, so that of two clients neither sets the bound.
-    On a GPU this waits once, for the distances.
+    On a GPU this waits for the distances, and for the directions if an update is long.
     """
     new = {"params": dict(uploads.params), "buffers": dict(uploads.buffers)}
     old = {"params": reference.params, "buffers": reference.buffers}
-    names, squares, remembered = parts(uploads), list[Tensor](), dict[str, list[float]]()
+    names, squares = parts(uploads), list[Tensor]()
     for part, own in names.items():
         kind = part.partition("/")[0]
-        each = [(new[kind][n] - old[kind][n]).double().flatten(1).square().sum(1) for n in own]
+        each = [(new[kind][n].double() - old[kind][n].double()).flatten(1).square().sum(1) for n in own]
         squares.append(torch.stack(each).sum(0))
-    distances = dict(zip(names, torch.stack(squares).sqrt().cpu(), strict=True))
-    for part, own in names.items():
-        kind, before, d = part.partition("/")[0], [float(x) for x in norms.get(part, ())], distances[part]
-        remembered[part] = [*before, float(d.median())][-HISTORY:]
-        factors = shrink(d, CLIP * torch.cat([d, d.new_tensor(before)]).median())
-        for n in (n for n in own if new[kind][n].is_floating_point()):
+    distances = torch.stack(squares).sqrt().cpu() if squares else ()
+    history, far = dict[str, list[float]](), dict[int, str]()
+    for (part, own), d in zip(names.items(), distances, strict=True):
+        kind, before = part.partition("/")[0], [float(x) for x in norms.get(part, ()) if x > 0]
+        history[part] = [*before, *d[d > 0].median(0, keepdim=True).values.tolist()][-HISTORY:] if d.any() else before
+        median = usual(d, before)
+        if median is None:
+            continue
+        factors = shrink(d, torch.tensor(CLIP * median, dtype=d.dtype))
+        for n in own:
             tensor, by = new[kind][n], sent(factors.to(new[kind][n].dtype), new[kind][n].device)
             by = like(by, tensor)
             new[kind][n] = torch.where(by < 1, old[kind][n] + by * (tensor - old[kind][n]), tensor)
-    states, left_out = State(new["params"], new["buffers"]), far_away(distances.get("params"))
-    if left_out:
-        states = gather(states, [k for k in range(states.lanes) if k not in left_out])
-    return Admission(states, left_out, remembered)
+        if part == "params":
+            moves = {n: new[kind][n] - old[kind][n] for n in own} if (d > LONG * median).any() else {}
+            far = far_away(d / median, against_others(moves))
+    states = State(new["params"], new["buffers"])
+    if far:
+        states = gather(states, [k for k in range(states.lanes) if k not in far])
+    return Admission(states, far, history)
 
 
-def far_away(distances: Tensor | None) -> dict[int, str]:
-    """Returns the lanes that moved much further than the median, in words; always fewer than half of all.
+def against_others(moves: Mapping[str, Tensor]) -> list[bool]:
+    """Returns for each lane whether its move points against the sum of the other lanes'; nothing of no moves."""
+    flat = [t.double().flatten(1) for t in moves.values()]
+    each = [m @ m.sum(0) - m.square().sum(1) for m in flat]
+    return (torch.stack(each).sum(0) < 0).tolist() if each else []
 
-    Of an even number the upper of the two in the middle is the median: of two honest clients neither is left out.
+
+def far_away(times: Tensor, against: Sequence[bool]) -> dict[int, str]:
+    """Returns the lanes to leave out, in words; none if they are half of all, which clipping has to bound.
+
+    times: each one's distance, in medians. against: whether each points against the others, if any is long.
     """
-    if distances is None:
-        return {}
-    times = (distances / distances.sort().values[len(distances) // 2]).tolist()
-    return {
-        k: f"its update is {x:.3g} times as long as the median" for k, x in enumerate(times) if x > FAR and x < math.inf
-    }
+    far: dict[int, str] = {}
+    for lane, x in enumerate(times.tolist()):
+        if x > FAR or (x > LONG and against[lane]):
+            why = "" if x > FAR else " and points against the others"
+            far[lane] = f"its update is {x:.3g} times as long as the median{why}"
+    return far if 2 * len(far) < len(times) else {}

@@ -65,6 +65,8 @@ class Distill:
     def __post_init__(self) -> None:
         least = {"size": 0, "steps": 0, "batch": 2, "rounds": 0, "pull": 0, "weight_decay": 0}
         check_fields(self, least, positive=("lr", "temperature"))
+        if self.temperature > 1000:
+            raise InputError(f"Distill.temperature must be at most 1000, not {self.temperature}")
         if any(c < 1 for c in self.candidates):
             raise InputError("Distill.candidates are numbers of steps, at least 1")
 
@@ -133,7 +135,7 @@ def teacher_logits(
 ) -> Tensor:
     """Returns the mean of the teachers' logits on the chunks `which` (all), `[chunks, B, classes]`, without dropout.
 
-    rule: what is taken for that mean, as for the mean of the weights.
+    rule: how the logits become one, as for the weights.
 
     With norm="public" a teacher normalises with the chunk's own statistics: its running ones come from the few
     classes of one client, and mislead it on other images.
@@ -143,7 +145,7 @@ def teacher_logits(
     groups = [teachers.map(lambda t, i=i: t[i : i + size]) for i in range(0, teachers.lanes, size)]  # type: ignore[misc]
     chunks = range(len(images)) if which is None else which
     logits = torch.cat([_on_chunks(model, g, images, chunks, mode, lanes_at_once) for g in groups], 1)
-    return logits.mean(1) if rule.kind == "mean" else rule.of_lanes(logits.transpose(0, 1))[0]
+    return rule.of_lanes(logits, 1).squeeze(1)
 
 
 def _on_chunks(

@@ -73,7 +73,7 @@ class Server:
     candidates: Candidates | None = None  # what a distillation proposed
 
     def mean(self, uploads: State, weighted: bool = True) -> State:
-        """Returns the uploads, or a part of them, as one lane: their mean, or what `Train.aggregate` takes for it.
+        """Returns the uploads, or a part of them, as one lane, by the rule of `Train.aggregate`.
 
         weighted: whether sample counts weigh it, with Train.weighting=samples.
         """
