@@ -26,13 +26,14 @@ from perada.client.scores import personal_scores
 from perada.data import read_image
 from perada.errors import InputError
 from perada.flower import app
-from perada.flower.messages import Refused, flat
+from perada.flower.messages import flat
 from perada.flower.personal import personal_model
 from perada.flower.settings import Plan
 from perada.flower.site_data import site_federation
 from perada.flower.site_state import Entry, SiteState
 from perada.lanes import State
 from perada.models.resnet import resnet
+from perada.server.checks import Refused
 
 
 def state_of(value: float) -> State:

@@ -23,10 +23,11 @@ from perada.flower import app
 from perada.flower.checks import MAX_LOSS, checked_upload, guard_losses, mean_loss, sample_count
 from perada.flower.client import handle
 from perada.flower.link import MIN_WAIT_S, Clock
-from perada.flower.messages import Refused, pack, read_reply, read_request
+from perada.flower.messages import pack, read_reply, read_request
 from perada.flower.settings import MAX_ROUND, Plan
 from perada.lanes import State
 from perada.methods.perada import PerAda
+from perada.server.checks import Refused
 
 EVERYBODY = {"train__cohort": 0, "train__rounds": 1}
 
