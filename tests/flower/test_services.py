@@ -21,7 +21,7 @@ from perada.flower.control import Control
 from perada.flower.launch import Admission
 from perada.flower.project import Project
 from perada.flower.settings import ServerSettings
-from perada.runs import folder as runs
+from perada.runs import files as runs
 from perada.runs.folder import locked
 
 # Which keys are admitted.
