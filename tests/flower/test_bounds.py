@@ -20,11 +20,11 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.superlink.grid.http_grid import HttpGrid
 
 from flower.wire import raw
-from perada.flower.bounds import PATIENCE
 from perada.flower.link import Link
-from perada.flower.messages import Refused, most_bytes, pack, read_numbers, read_reply, unpack
+from perada.flower.messages import Request, message, most_bytes, pack, read_numbers, read_reply, unpack
 from perada.flower.settings import Rounds
 from perada.lanes import State
+from perada.server.checks import Refused
 
 STATE = State({"fc.weight": torch.zeros(1, 500_000)}, {"bn.running_var": torch.ones(1, 64)})  # 2 MB
 MANY, SOME = 914_000, 20_000  # Flower takes minutes to make larger records
@@ -56,9 +56,13 @@ HOSTILE: dict[str, Callable[[], RecordDict]] = {
 
 
 class SuperLink:
-    """Answers a grid's questions about one message. late: it has announced the objects and not sent them."""
+    """Answers a grid's questions about one message, which it announces once.
+
+    late: it has not sent the objects, or all but the first of them.
+    """
 
     def __init__(self, content: RecordDict, late: bool = False) -> None:
+        self.announced, self.fetched = False, 0
         message = Message(content, 1, "train")
         message.metadata.__dict__["_message_id"] = message.object_id
         self.objects = {key: bytes(one.deflate()) for key, one in get_all_nested_objects(message).items()}
@@ -66,20 +70,29 @@ class SuperLink:
         self.proto = message_to_proto(remove_content_from_message(message))
 
     def PullMessages(self, request: Any) -> Any:
+        if self.announced:
+            return PullAppMessagesResponse()
+        self.announced = True
         return PullAppMessagesResponse(messages_list=[self.proto], message_object_trees=[self.tree])
 
     def PullObject(self, request: Any) -> Any:
-        content = self.objects[request.object_id]
-        return SimpleNamespace(object_found=True, object_available=not self.late, object_content=content)
+        self.fetched += 1
+        content, first = self.objects[request.object_id], request.object_id == self.tree.object_id
+        return SimpleNamespace(object_found=True, object_available=first or not self.late, object_content=content)
 
     def ConfirmMessageReceived(self, request: Any) -> None: ...
 
 
-def pull(link: SuperLink, most: int) -> Message | str:
-    """What the server gets of a reply, through Flower's own grid."""
-    grid = HttpGrid(token="t")
+def linked(link: Any, **rounds: Any) -> tuple[Link, list[tuple[str, ...]]]:
+    """The server's end of Flower's own grid, and what it tells of the sites."""
+    grid, told = HttpGrid(token="t"), list[tuple[str, ...]]()
     grid._client, grid._run = link, SimpleNamespace(run_id=1)  # type: ignore[assignment]
-    ((answer, _),) = Link(grid, ["west"], Rounds(), lambda *words: None)._pull({"m": "west"}, lambda site: most)
+    return Link(grid, ["north", "west"], Rounds(**rounds), lambda *words: told.append(words)), told
+
+
+def pull(link: SuperLink, most: int) -> Message | str:
+    """What the server gets of a reply."""
+    ((answer, _),) = linked(link)[0]._pull({"m": "west"}, lambda site: most)
     return answer
 
 
@@ -129,9 +142,70 @@ def test_a_message_with_too_many_words_is_refused() -> None:
         read_reply(content)
 
 
-def test_an_announced_reply_that_never_comes_is_not_waited_for() -> None:
+class TwoSites:
+    """A SuperLink with a reply of each of two sites."""
+
+    def __init__(self, **of: SuperLink) -> None:
+        self.of = of
+
+    def PullMessages(self, request: Any) -> Any:
+        return self.of[request.message_ids[0]].PullMessages(request)
+
+    def PullObject(self, request: Any) -> Any:
+        have = [one for one in self.of.values() if request.object_id in one.objects]  # equal parts are one object
+        return min(have, key=lambda one: one.late).PullObject(request)
+
+    def ConfirmMessageReceived(self, request: Any) -> None: ...
+
+
+def test_a_reply_that_comes_long_after_it_was_announced_is_accepted() -> None:
+    """Flower announces a reply once; here many looks pass until its parts are there."""
+    half = SuperLink(reply(state=pack(STATE)), late=True)
+    link, _ = linked(half)
+    questions = {"m": "west"}
     start = time.monotonic()
-    answer = pull(SuperLink(reply(), late=True), most_bytes(STATE))
+    assert [link._pull(questions, lambda site: most_bytes(STATE)) for _ in range(20)] == [[]] * 20
+    assert time.monotonic() - start < 1  # no look waits
+    half.late = False
+    ((answer, site),) = link._pull(questions, lambda site: most_bytes(STATE))
     assert isinstance(answer, Message)
-    assert answer.has_error()
-    assert time.monotonic() - start < PATIENCE + 4
+    assert unpack(answer.content, STATE).params["fc.weight"].shape == (1, 500_000)
+    assert (site, questions) == ("west", {})
+
+
+def test_a_half_sent_reply_holds_nobody_up_and_ends_with_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    half, whole = SuperLink(reply(state=pack(STATE)), late=True), SuperLink(reply(numbers=MetricRecord({"loss": 1.0})))
+    link, told = linked(TwoSites(north=half, west=whole), poll_s=0.01)
+    link.nodes = {"north": 1, "west": 2}
+    monkeypatch.setattr(link, "_push", lambda to, within: [(name, node) for name, node in link.nodes.items()])
+    at: list[float] = []
+    real = whole.PullObject
+    monkeypatch.setattr(whole, "PullObject", lambda request: (at.append(time.monotonic()), real(request))[1])
+    start = time.monotonic()
+    request = message(Request("f", "r", 1, "train"))
+    answers = link.exchange(dict.fromkeys(link.nodes, request), 0.6, most_bytes(STATE))
+    assert list(answers) == ["west"]
+    assert 0.5 < time.monotonic() - start < 3
+    assert max(at) - start < 0.4
+    assert [words[:2] for words in told] == [("north", "silent")]
+    half.late = False  # and when it comes at last, it is late
+    link._report_late()
+    assert told[-1] == ("north", "refused", "late answer to train of round 1")
+    assert not link._late
+
+
+def test_what_comes_in_parts_is_bounded_as_a_whole() -> None:
+    """A large reply whose parts come one by one, and one that nobody waits for any more."""
+    large = SuperLink(HOSTILE["a large tensor"](), late=True)
+    link, _ = linked(large)
+    questions = {"m": "west"}
+    most = 100_000_000
+    assert link._pull(questions, lambda site: most) == []
+    fetched = large.fetched
+    large.late = False
+    link._inbox._coming["m"]._left = 10_000_000  # as if the rest had come before
+    ((answer, _),) = link._pull(questions, lambda site: most)
+    assert "larger than its answer can be" in str(answer)
+    assert large.fetched > fetched
+    link._inbox.keep(())
+    assert not link._inbox._coming

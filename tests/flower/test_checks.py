@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,9 @@ from flwr.app import Message
 
 from flower.test_faults import events, values, without_clock
 from flower.wire import make_world, run
+from perada.flower import cohort
+from perada.flower.checks import MAX_LOSS, mean_loss
+from perada.flower.cohort import FlowerCohort
 from perada.lanes import State, stack
 from perada.server.checks import Refused, check_upload_values, unlike_others
 
@@ -85,3 +90,46 @@ def test_a_refused_upload_is_left_out_of_the_round(tmp_path: Path) -> None:
     assert told[0] == "train: its statistics bn1.running_var hold a negative variance"
     assert told[1].startswith("train: its statistics bn1.running_var are ")
     assert [row.get("absent") for row in without_clock(path)] == [["west"], ["west"]]
+
+
+def test_a_loss_that_no_model_has_is_no_opinion(tmp_path: Path) -> None:
+    """It made rows and checkpoints unreadable: no number above 1e18 is read from them."""
+    assert mean_loss([1.0, 3.0, 1e200, -1e200, float("nan"), None, [1.0]]) == 2.0
+    assert mean_loss([2 * MAX_LOSS]) is None
+    world = make_world(tmp_path, train__cohort=0, train__rounds=1, distill__steps=0)
+
+    def meddle(site: str, kind: str, round: int, reply: Message) -> Message:
+        if (site, kind) == ("west", "train"):
+            reply.content["numbers"]["loss"] = 1e200
+        return reply
+
+    path, _ = run(world, meddle=meddle)
+    assert 0 < without_clock(path)[-1]["train_loss"] < 10
+
+
+def test_an_upload_that_breaks_the_comparison_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(tmp_path, train__cohort=0, train__rounds=1, distill__steps=0)
+    real, lanes = cohort.unlike_others, list[Any]()
+
+    def breaks(uploads: State, reference: State) -> dict[int, str]:
+        weights = uploads.params["fc.weight"]
+        lanes[:] = lanes or [weights[-1]]
+        if any(torch.equal(one, lanes[0]) for one in weights):
+            raise KeyError("bn.running_mean")
+        return real(uploads, reference)
+
+    monkeypatch.setattr(cohort, "unlike_others", breaks)
+    path, _ = run(world)
+    refused = [(e["site"], e["detail"]) for e in events(path) if e["event"] == "refused"]
+    assert refused == [("west", "train: it cannot be read (KeyError)")]
+
+
+def test_an_upload_that_the_rule_leaves_out_is_reported_and_judges_nothing(tmp_path: Path) -> None:
+    world = make_world(tmp_path, train__rounds=1)
+    told: list[Any] = []
+    behind = FlowerCohort.__new__(FlowerCohort)
+    behind.diary = SimpleNamespace(tell=lambda *words: told.append(words), settings=world.settings)  # type: ignore[assignment]
+    behind.uploaded = ["east", "north", "west"]
+    behind.left_out({"north": "its update is 4 times as long as the median"})
+    assert told == [("north", "left out", "its update is 4 times as long as the median")]
+    assert behind.uploaded == ["east", "west"]

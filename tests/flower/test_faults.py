@@ -126,7 +126,7 @@ GARBAGE: dict[str, tuple[Callable[[Message], None], str]] = {
     "another kind": (says(kind="score"), "'score'"),
     "no words": (lambda reply: reply.content.pop("about"), "there is no record 'about' in it"),
     "words of other kinds": (says(round="one"), "round is not int"),
-    "many lines": (says(error="a\n\x1b[31mb" + "c" * 999), "train: a [31mbccc"),
+    "many lines": (says(error="a\n\x1b[31mb" + "c" * 999), "train: a \\x1b[31mbccc"),
     "its own error": (says(error="bad input at the site, see its log"), "bad input at the site"),
     **{f"bytes: {name}": (bytes_of(data), "not in the safetensors format") for name, data in UNREADABLE.items()},
     "numbers": (lambda reply: reply.content.update(numbers=ConfigRecord({"loss": "low"})), "numbers are not numbers"),

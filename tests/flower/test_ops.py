@@ -250,6 +250,20 @@ def test_status_without_a_server(project: Path, capsys: pytest.CaptureFixture[st
     assert json.loads(capsys.readouterr().out) == {"server": None, "sites": {}, "runs": {}}
 
 
+def test_status_names_the_sites_in_quarantine(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = project / "state" / "runs" / "one"
+    run.mkdir(parents=True)
+    about = {"status": "finished", "round": 5, "rounds": 5, "quarantine": {"b": [2, 3, 4], "a": [4]}}
+    (run / "flower.json").write_text(json.dumps(about))
+    assert cli.main(["flower", "status", str(project), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"]["one"]["in_quarantine"] == ["b"]
+    assert cli.main(["flower", "status", str(project)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[:4] == ["b", "is", "in", "quarantine"]
+    (run / "flower.json").write_text(json.dumps({**about, "quarantine": 3}))
+    assert cli.main(["flower", "status", str(project)]) == 0
+    assert "damaged" in capsys.readouterr().out
+
+
 # Processes.
 
 

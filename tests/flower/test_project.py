@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flwr.cli.build import build_fab_from_disk
 
+from flower.wire import make_world, run
 from perada.cli import main as cli
+from perada.errors import InputError
+from perada.flower import project as projects
 from perada.flower.guards import problem_of
 from perada.flower.project import Project
 from perada.flower.settings import SiteSettings
+from perada.runs.folder import RunFolder
 
 
 def test_a_project_is_ready_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,3 +142,43 @@ def test_the_examples_in_the_documents_are_in_the_source_distribution() -> None:
     for file in (root / "docs" / "deploy.md", root / "Makefile"):
         for name in re.findall(r"\b(?:examples|tools|tests)/[\w/]+\.py", file.read_text()):
             assert (root / name).is_file(), name
+
+
+def test_a_run_that_trains_is_copied_as_it_is_at_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint goes away while it is copied; then there are fewer rows than the newest checkpoint knows."""
+    run(make_world(tmp_path, train__rounds=2, distill__steps=0))
+    project, real, tried = Project.open(tmp_path), shutil.copytree, list[Path]()
+    monkeypatch.setattr(projects.time, "sleep", lambda seconds: None)
+
+    def moving(source: Path, part: Path, *words: Any, **more: Any) -> None:
+        real(source, part, *words, **more)
+        if Path(source).name != "run":  # a folder of it
+            return
+        tried.append(part)
+        if len(tried) == 1 or out.name == "never":
+            raise shutil.Error([(str(source), str(part), "No such file: round-0001")])
+        if len(tried) == 2:
+            (part / "metrics.jsonl").write_text("")
+
+    monkeypatch.setattr(shutil, "copytree", moving)
+    out = tmp_path / "out"
+    project.collect(None, out)
+    assert len(tried) == 3
+    assert [row["round"] for row in RunFolder.open(out).metrics()] == [1, 2]
+    assert (out / "global.safetensors").is_file()
+    out = tmp_path / "never"
+    with pytest.raises(
+        InputError, match=r"cannot copy .*/run to .*/never: No such file: round-0001; if it is training"
+    ):
+        project.collect(None, out)
+    assert not out.exists()
+
+
+def test_what_is_no_plain_file_is_not_read(tmp_path: Path) -> None:
+    """A pipe would be waited for, and brackets without end end the reader."""
+    assert cli.main(["flower", "init", str(tmp_path / "p")]) == 0
+    project = Project.open(tmp_path / "p")
+    for make in (lambda f: os.mkfifo(f), lambda f: f.write_text("a = " + "[" * 100_000)):
+        (project.folder / "site.toml").unlink()
+        make(project.folder / "site.toml")
+        assert project.port() == 9092

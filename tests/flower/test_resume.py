@@ -157,6 +157,20 @@ def test_a_newest_checkpoint_that_is_damaged_is_passed_over(
     assert set(trained.values()) == {1}
 
 
+def test_a_server_that_has_lost_its_scores_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = make_world(tmp_path, train__rounds=3, distill__steps=0)
+    with pytest.raises(Killed):
+        app.serve(MemoryGrid(world), world.settings, "run", step=_kill("sending", 2))
+    folder = tmp_path / "state/runs/run"
+    (folder / "metrics.jsonl").unlink()
+    left = folder / ".summary.json.123456789abc.part"
+    left.write_text("")
+    app.serve(MemoryGrid(world), world.settings, "run", resume=True)
+    assert "metrics.jsonl is missing" in capsys.readouterr().err
+    assert [row["round"] for row in without_clock(folder)] == [2, 3]
+    assert not left.exists()
+
+
 def _kill(what: str, round: int) -> Any:
     def step(*at: Any) -> None:
         if at == (what, round):

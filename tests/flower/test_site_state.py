@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -26,13 +27,14 @@ from perada.client.scores import personal_scores
 from perada.data import read_image
 from perada.errors import InputError
 from perada.flower import app
-from perada.flower.messages import Refused, flat
+from perada.flower.messages import flat
 from perada.flower.personal import personal_model
 from perada.flower.settings import Plan
 from perada.flower.site_data import site_federation
 from perada.flower.site_state import Entry, SiteState
 from perada.lanes import State
 from perada.models.resnet import resnet
+from perada.server.checks import Refused
 
 
 def state_of(value: float) -> State:
@@ -230,3 +232,20 @@ def test_a_site_gets_its_model_out_without_the_server(
         personal_model(settings, "walk")
     with pytest.raises(InputError, match="holds no run of this site yet"):
         personal_model(replace(settings, state=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize("what", ["a pipe", "brackets"])
+def test_a_plan_that_is_no_plain_file_is_not_read(what: str, state: SiteState) -> None:
+    state.save("run", entry(0))
+    for file in (state.path / "run" / "plan.json", state.path / "run" / "round-0000" / "state.json"):
+        file.unlink(missing_ok=True)
+        if what == "a pipe":
+            os.mkfifo(file)
+        else:
+            file.write_text("[" * 100_000)
+    assert state.history("run") == []
+    with pytest.raises(InputError, match=r"plan\.json is damaged"):
+        state.load_broadcast("run")
+    with pytest.raises(InputError, match="is damaged"):
+        state.entry("run", 0)
+    assert state.standing("run") == [0]

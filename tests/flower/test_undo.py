@@ -18,14 +18,15 @@ from flower.test_resume import Killed, _kill, kept
 from flower.test_site_state import entry
 from flower.wire import SITES, MemoryGrid, World, make_world, run
 from perada.client.trainer import Trainer
-from perada.errors import InputError
+from perada.errors import InputError, RunError
 from perada.flower import app
 from perada.flower.client import handle
 from perada.flower.control import Follower
-from perada.flower.messages import Refused, Request, message, read_reply
+from perada.flower.messages import Request, message, read_reply
 from perada.flower.quarantine import PAUSE, Quarantine
 from perada.flower.site_state import SiteState
 from perada.methods.perada import PerAda
+from perada.server.checks import Refused
 
 EVERYBODY = {"train__cohort": 0, "distill__steps": 0, "train__epochs": 1}
 
@@ -77,21 +78,52 @@ def negative(site: str, kind: str, round: int, reply: Message) -> Message:
 
 
 def test_a_hostile_site_is_quarantined_and_stalls_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three sites are needed, and after two refused uploads two are enough; the server dies in between."""
-    monkeypatch.setattr("perada.flower.quarantine.PAUSE", 2)
-    limits = {"min_sites": 3, "retries": 1, "quarantine": 2}
+    """The server dies in between. After its quarantine west has one try."""
+    monkeypatch.setattr("perada.flower.quarantine.PAUSE", 1)
+    limits = {"min_sites": 2, "retries": 1, "quarantine": 2}
     world = make_world(tmp_path, limits, train__rounds=5, **EVERYBODY)
     with pytest.raises(Killed):
         app.serve(MemoryGrid(world, negative), world.settings, "run", step=_kill("saved", 0))
     grid = MemoryGrid(world, negative)
     path = app.serve(grid, world.settings, "run", resume=True)
     told = [(e["round"], e["event"]) for e in events(path) if e["site"] == "west" and e["event"] != "here"]
-    first = [(0, "refused"), (0, "refused"), (0, "quarantined")]
+    first = [(0, "refused"), (1, "refused"), (1, "quarantined")]
     assert told == [*first, (3, "returned"), (3, "refused"), (3, "quarantined")]
-    assert [r for d, s, k, r, _ in grid.log if (d, s, k) == ("down", "west", "train")] == [3]
+    assert [r for d, s, k, r, _ in grid.log if (d, s, k) == ("down", "west", "train")] == [1, 3]
     assert {s for d, s, k, r, _ in grid.log if (d, k) == ("up", "evaluate")} == set(SITES)  # its scores are welcome
     assert [row["absent"] for row in without_clock(path)] == [["west"]] * 5
-    assert json.loads((path / "flower.json").read_text())["quarantine"] == {"west": [0, 3]}
+    assert json.loads((path / "flower.json").read_text())["quarantine"] == {"west": [1, 3]}
+
+
+def test_a_round_counts_once_however_often_it_is_tried(tmp_path: Path) -> None:
+    """North is silent twice, so that the round is tried three times, and then the server dies and tries it again."""
+    world = make_world(tmp_path, {"min_sites": 2, "retries": 2, "deadline_s": 0.3}, train__rounds=1, **EVERYBODY)
+    lost = {"north": 2}
+
+    def meddle(site: str, kind: str, round: int, reply: Message) -> Message | None:
+        if (site, kind) == ("north", "train") and lost[site]:
+            lost[site] -= 1
+            return None
+        return negative(site, kind, round, reply)
+
+    grid = MemoryGrid(world, meddle)
+    with pytest.raises(Killed):
+        app.serve(grid, world.settings, "run", step=_kill("gathered", 0))
+    asked = [s for d, s, k, _, _ in grid.log if (d, k) == ("down", "train")]
+    assert sorted(asked) == ["east", "north", "north", "north", "west"]
+    note = tmp_path / "state/runs/run/flower.json"
+    assert json.loads(note.read_text())["quarantine"] == {"west": [0]}
+    path, _ = run(world, meddle=meddle, resume=True)
+    assert json.loads(note.read_text())["quarantine"] == {"west": [0]}
+    assert [e["event"] for e in events(path) if e["site"] == "west" and e["event"] != "here"] == ["refused"] * 2
+
+
+def test_a_run_that_a_refused_site_ends_names_it(tmp_path: Path) -> None:
+    world = make_world(tmp_path, {"min_sites": 3, "retries": 5}, train__rounds=1, **EVERYBODY)
+    with pytest.raises(RunError, match=r"2 good uploads, 3 needed \(Rounds.min_sites\); refused: west"):
+        run(world, meddle=negative)
+    told = [e["event"] for e in events(tmp_path / "state/runs/run") if e["event"] != "here"]
+    assert told == ["refused", "short"]  # it would send the same bytes again
 
 
 def test_a_site_that_says_it_cannot_is_not_distrusted(tmp_path: Path) -> None:
@@ -180,13 +212,16 @@ def test_a_run_goes_back_to_its_beginning(clean: tuple[World, Path], tmp_path: P
 def test_what_cannot_be_undone(tmp_path: Path) -> None:
     world = make_world(tmp_path, {"keep": 2}, train__rounds=3, **EVERYBODY)
     path, _ = run(world)
-    before = adapters(path)
+    before, told = adapters(path), (path / "flower.json").read_bytes()
+    changed = make_world(tmp_path, {"keep": 2}, train__rounds=3, train__aggregate="median", **EVERYBODY)
     with pytest.raises(InputError, match=r"no checkpoint after round 1 \(it has: 2, 3\)"):
-        run(world, back=1)
+        run(changed, back=1)
     with pytest.raises(InputError, match="there is no run 'other' to go back in"):
         run(world, "other", back=1)
     assert adapters(path) == before
-    assert json.loads((path / "flower.json").read_text())["undone"] == []
+    assert (path / "flower.json").read_bytes() == told  # it is finished, and nothing has failed
+    assert "median" not in (path / "config.toml").read_text()
+    assert "changed" not in [e["event"] for e in events(path)]
 
 
 def test_a_site_forgets_nothing_before_it_has_trained_instead(tmp_path: Path) -> None:

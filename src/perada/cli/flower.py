@@ -202,6 +202,8 @@ def status_command(folder: Folder, as_json: AsJson = False) -> None:
     for run, about in status["runs"].items():
         why = f": {about['error']}" if about.get("error") else ""
         tell(f"run      {run}: {about['status']}, round {about['round']} of {about['rounds']}{why}")
+        for site in about["in_quarantine"]:
+            tell(f"         {site} is in quarantine (events.jsonl says why)")
 
 
 def _site_states(control: Control, sites: tuple[str, ...]) -> dict[str, str]:

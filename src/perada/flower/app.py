@@ -113,8 +113,11 @@ def serve(
     with _one_line(settings.runs()):
         folder, diary = open_run(settings, name, resume or back is not None, start, back)
     with locked(folder.path):
+        if back:
+            folder.load(back)  # a round that cannot be loaded leaves everything as it is
         try:
             with _one_line(folder.path):
+                diary.begin()
                 if back is not None:
                     go_back(folder, diary, back)
                 experiment = _experiment(grid, diary)
@@ -177,13 +180,16 @@ def _owners() -> Owners | None:
 
 def _restore(experiment: Experiment, folder: RunFolder, diary: Diary) -> None:
     """Goes on after the newest checkpoint, or begins from the end of another run."""
-    saved, warnings = folder.load()
-    for line in warnings:
+    saved, skipped = folder.load()
+    for line in (*(f"{folder.path}: {line}" for line in skipped), *folder.notices()):
         diary.say(line)
+    folder.tidy()
     if saved is not None:
         experiment.restore(saved)
-        folder.cut_metrics(saved.round)
-    elif diary.start:
+    elif folder.metrics():
+        diary.say(f"{folder.path} has scores but no checkpoint: it is trained from the first round")
+    folder.cut_metrics(experiment.now.round)
+    if saved is None and diary.start:
         end = ending(diary.settings, diary.start)
         _begin_from(experiment, end)
         diary.start_round = end.round

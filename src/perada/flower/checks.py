@@ -8,8 +8,8 @@ from flwr.app import RecordDict
 from ..config import in_keys
 from ..lanes import State
 from ..server.aggregate import ABSURD
-from ..server.checks import check_upload_values
-from .messages import Refused, unpack
+from ..server.checks import Refused, check_upload_values
+from .messages import unpack
 
 Number = float | list[float] | None
 MAX_LOSS = ABSURD
@@ -52,6 +52,6 @@ def guard_losses(value: Number, candidates: int) -> list[float]:
 
 
 def mean_loss(values: Iterable[Number]) -> float | None:
-    """Returns the mean of the finite losses, or None if there is none."""
-    finite = [x for x in values if isinstance(x, float) and math.isfinite(x)]
-    return math.fsum(x / len(finite) for x in finite) if finite else None
+    """Returns the mean of the losses that a model can have, or None if there is none: they are for the table only."""
+    losses = [x for x in values if isinstance(x, float) and abs(x) <= MAX_LOSS]
+    return math.fsum(x / len(losses) for x in losses) if losses else None

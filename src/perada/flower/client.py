@@ -25,13 +25,15 @@ from ..config import Config, build, in_keys
 from ..data import Federation
 from ..errors import InputError
 from ..experiment import Experiment
+from ..inputs import printable
 from ..lanes import State
 from ..lanes.machine import device_of
 from ..methods import Finisher, Judge
 from ..models import Backbone, backbone
 from ..runs.folder import write_atomic
+from ..server.checks import Refused
 from .checks import MAX_LOSS
-from .messages import UNDONE, Numbers, Refused, Reply, Request, digest, message, printable, read_request, unpack
+from .messages import UNDONE, Numbers, Reply, Request, digest, message, read_request, unpack
 from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id
 from .site_data import public_test, site_federation
 from .site_state import Entry, SiteState

@@ -21,10 +21,10 @@ from ..experiment import Experiment
 from ..lanes import State, stack
 from ..methods import Judge, expected_upload
 from ..runs.moment import Moment
-from ..server.checks import unlike_others
+from ..server.checks import Refused, unlike_others
 from .checks import checked_upload, guard_losses, mean_loss, sample_count, why_not
 from .link import RESUME, Clock, Link
-from .messages import Numbers, Refused, Request, message, most_bytes, one_line, read_numbers, read_reply, read_request
+from .messages import Numbers, Request, message, most_bytes, one_line, read_numbers, read_reply, read_request
 from .quarantine import PAUSE
 from .records import Diary
 from .settings import Plan
@@ -73,6 +73,7 @@ class FlowerCohort:
         self.clock = Clock.start(self.limits.deadline_s)  # each try of a round starts its own
         self.uploaded: list[str] = []  # the sites of the last round
         self.final: Answers | None = None  # of the last stage
+        self.distrusted: set[str] = set()  # whose uploads were refused in this round: they would send the same again
         self.told: set[tuple[str, float]] = set()  # claims of samples that were cut
         self.due = False  # whether the next round's messages ask for scores
 
@@ -121,6 +122,15 @@ class FlowerCohort:
         silence = [math.nan] * candidates.lanes
         losses = [answers[s].losses if s in answers else silence for s in self.uploaded]
         return torch.tensor(losses, dtype=torch.float64).T.contiguous()
+
+    def left_out(self, why: Mapping[str, str]) -> None:
+        """Reports the sites whose uploads have no part in the mean, by the rule; they have no say in the guard.
+
+        It does not count for quarantine: a site with far more data than the others may be left out now and then.
+        """
+        for site, reason in why.items():
+            self.diary.tell(site, "left out", reason)
+        self.uploaded = [s for s in self.uploaded if s not in why]
 
     def evaluate(self, now: Moment, splits: Sequence[str], last: bool) -> Mapping[str, Scores] | None:
         self.due = not last
@@ -180,10 +190,11 @@ class FlowerCohort:
     def _collect(self, now: Moment, kind: str, cohort: Sequence[str], evaluate: bool) -> tuple[Answers, dict[str, str]]:
         """Returns the answers of the cohort (and the other sites' scores), and why others were refused.
 
-        If too few sites did their work, the rest is asked again; scores alone may be missing. A site in quarantine is
-        not asked to train, and does not count as missing.
+        If too few sites did their work, the rest is asked again, but for those whose upload was refused; scores alone
+        may be missing. A site in quarantine is not asked to train, and does not count as missing.
         """
         answers, refused = Answers(), dict[str, str]()
+        self.distrusted.clear()
         train = kind == "train"
         stage, what = (f"round {now.round}", "uploads") if train else ("the last stage", "answers")
         for attempt in range(self.limits.retries + 1):
@@ -193,7 +204,8 @@ class FlowerCohort:
             self._reach(now, len(asked) if first and not train else needed, asked)
             limit = self.clock.left(self._kept_for_guard(now) if train else 0.0)
             work = message(self._request(now, kind, limit, evaluate), now.broadcast)
-            messages = {s: work for s in asked if s not in answers and self._ready(s)}
+            again = [s for s in asked if s not in answers and s not in self.distrusted]
+            messages = {s: work for s in again if self._ready(s)}
             if evaluate and first:
                 others = message(self._request(now, "evaluate", limit, True), now.broadcast)
                 messages |= {s: others for s in self.sites if s not in asked and self._ready(s)}
@@ -211,11 +223,12 @@ class FlowerCohort:
             if len(done) >= needed:
                 return answers, refused
             self.diary.tell("", "short", f"{len(done)} of at least {needed} {what}, attempt {attempt + 1}")
-            if all(s in answers for s in asked):  # asked again, a site whose training diverged says so again
+            if all(s in answers or s in self.distrusted for s in asked):  # asked again, a diverged site says so again
                 break
         problem = f"{stage}: {len(done)} good {what}, {needed} needed (Rounds.min_sites)"
         for why, sites in (
-            ("without one", [s for s in asked if s not in answers]),
+            ("without one", [s for s in asked if s not in answers and s not in self.distrusted]),
+            ("refused", [s for s in asked if s in self.distrusted]),
             ("their training diverged", [s for s in asked if s in answers and s not in done]),
         ):
             problem += f"; {why}: {', '.join(sites)}" if sites else ""
@@ -233,12 +246,26 @@ class FlowerCohort:
 
     def _unlike(self, now: Moment, answers: Answers) -> dict[str, str]:
         """Removes the uploads that are absurd beside the others' (`unlike_others`); returns why."""
-        sites = [s for s in answers if answers[s].upload.lanes]
-        found = unlike_others(stack(*(answers[s].upload for s in sites)), self._expected(now)) if sites else {}
-        for lane, why in found.items():
-            del answers[sites[lane]]
-            self._refuse(now, sites[lane], "train", why)
-        return {sites[lane]: why for lane, why in found.items()}
+        found = self._compared({s: a.upload for s, a in answers.items() if a.upload.lanes}, self._expected(now))
+        for site, why in found.items():
+            del answers[site]
+            self._refuse(now, site, "train", why)
+        return found
+
+    def _compared(self, uploads: Mapping[str, State], expected: State) -> dict[str, str]:
+        """Returns the sites whose uploads are unlike the others', or break the comparison, and why."""
+        sites = list(uploads)
+        try:
+            found = unlike_others(stack(*uploads.values()), expected) if sites else {}
+            return {sites[lane]: why for lane, why in found.items()}
+        except Exception as error:
+            if len(sites) == 1:
+                return {sites[0]: why_not(error)}
+            broken = dict[str, str]()
+            for site in sites:
+                broken |= self._compared({site: uploads[site]}, expected)
+            rest = {s: uploads[s] for s in sites if s not in broken}
+            return broken | self._compared(rest, expected) if broken else dict.fromkeys(sites, why_not(error))
 
     def _ask(self, now: Moment, messages: Mapping[str, RecordDict], within: float) -> tuple[Answers, dict[str, str]]:
         """Sends each site its message; returns the answers that pass every check, and why others were refused."""
@@ -266,6 +293,7 @@ class FlowerCohort:
         self.diary.tell(site, "refused", f"{kind}: {why}")
         if kind != "train" or believed:
             return
+        self.distrusted.add(site)
         if self.diary.quarantine.refuse(site, now.round):
             many = len(self.diary.quarantine.refused[site])
             self.diary.tell(site, "quarantined", f"{many} refused uploads in a row: not asked for {PAUSE} rounds")

@@ -14,8 +14,9 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from ..errors import RunError
-from .bounds import bounded
-from .messages import Refused, Reply, Request, one_line, read_reply, read_request
+from ..server.checks import Refused
+from .bounds import Inbox
+from .messages import Reply, Request, one_line, read_reply, read_request
 from .settings import Rounds
 
 T = TypeVar("T")
@@ -67,6 +68,7 @@ class Link:
         self.needs: set[str] = set()  # sites that need the backbone
         self._hellos: dict[str, tuple[int, Question]] = {}  # by message: its node and the question
         self._late: dict[str, Question] = {}
+        self._inbox = Inbox(grid)
         self._replaced: set[int] = set()  # nodes whose site has come back as another node
         self._told: set[tuple[int, str]] = set()
         invoker = getattr(grid, "_retry_invoker", None)
@@ -159,6 +161,7 @@ class Link:
             self.tell(question.site, "silent", f"no answer to {question.request.kind} within {within:.3g} s")
         now = time.monotonic()
         self._late = {m: q for m, q in {**self._late, **pending}.items() if q.until > now}
+        self._inbox.keep(self._late.keys() | self._hellos.keys())
         return replies
 
     def _report_late(self) -> None:
@@ -188,23 +191,23 @@ class Link:
     ) -> list[tuple[Message | str, T]]:
         """Returns the replies that have come, or why one cannot be read, and removes their questions.
 
-        It pulls one at a time: a reply that breaks Flower's own reader must not take the others with it.
+        It looks for one at a time: a reply that breaks Flower's own reader must not take the others with it, and one
+        of which only a part has come must not hold them up.
         most: the most bytes of a state in the reply to a question.
         """
         answers: list[tuple[Message | str, T]] = []
         for sent in list(questions):
             try:
-                with bounded(most(questions[sent])):
-                    replies = list(self.grid.pull_messages([sent]))[:1]
+                answer: Message | str | None = self._inbox.look(sent, most(questions[sent]))
             except Refused as error:
-                answers.append((str(error), questions.pop(sent)))
-                continue
+                answer = str(error)
             except Exception as error:
                 if _is_links(error):
                     raise _lost(error) from error
-                answers.append((type(error).__name__, questions.pop(sent)))
-                continue
-            answers += [(message, questions.pop(sent)) for message in replies]
+                answer = type(error).__name__
+            if answer is not None:
+                self._inbox.forget(sent)
+                answers.append((answer, questions.pop(sent)))
         return answers
 
 

@@ -17,9 +17,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from safetensors.torch import load, save
 from torch import Tensor
 
+from ..inputs import printable
 from ..lanes import State
-from ..server.checks import Refused as Refused
-from ..server.checks import check_finite
+from ..server.checks import Refused, check_finite
 
 STATE, FORMAT = "state", "safetensors"  # the name and the type of the one array
 UNDONE = re.compile(r"(\d{1,6}(,\d{1,6}){0,999})?")  # the field `undone` of a request
@@ -27,14 +27,9 @@ MOST_ENTRIES, MOST_NUMBERS = 100, 1000  # of a record, and of a list in it
 Numbers = Mapping[str, float | list[float]]
 
 
-def printable(text: str) -> str:
-    """Returns a text without what moves a terminal's cursor, changes its colours or turns its direction."""
-    return "".join(c if c.isprintable() else " " for c in text)
-
-
 def one_line(text: str | None) -> str:
     """Returns words from outside as one short, printable line for a log."""
-    return " ".join(printable((text or "")[:1000]).split())[:200]
+    return printable(" ".join((text or "")[:1000].split()))[:200]
 
 
 # Words

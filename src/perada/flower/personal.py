@@ -6,6 +6,7 @@ import torch
 
 from ..errors import InputError, unknown
 from ..predict.personal import PersonalModel
+from ..server.checks import Refused
 from .settings import SiteSettings
 from .site_data import empty_federation
 
@@ -22,7 +23,6 @@ def known_site(folder: Path, name: str | None) -> SiteSettings:
 def personal_model(settings: SiteSettings, run: str = "") -> PersonalModel:
     """Returns the site's model of a run (by name or id; default the newest), with the last broadcast it received."""
     from .client import NeedsWeights, Site  # these load Flower, which the other commands do without
-    from .messages import Refused
 
     site = Site(settings)
     runs = site.state.runs()

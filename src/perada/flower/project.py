@@ -9,6 +9,7 @@ state/                everything made later: runs, Flower's database and logs, s
 
 import re
 import shutil
+import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -21,10 +22,14 @@ from safetensors.torch import save
 from ..config import resolve, toml_value
 from ..data.digits import digits
 from ..errors import Damaged, InputError, unknown
+from ..runs.files import read_file
 from ..runs.folder import RunFolder, at_work, read_object, replaced, write_atomic
 from .address import PORT, Address
 from .guards import COMPONENTS
+from .quarantine import Quarantine
 from .settings import ServerSettings, check_sites
+
+TRIES = 5  # to copy a run
 
 
 class Project:
@@ -48,8 +53,8 @@ class Project:
     def port(self) -> int:
         """Returns the port that sites dial, from site.toml; Flower's own if it names none."""
         try:
-            server = tomllib.loads((self.folder / "site.toml").read_text("utf8"))["site"]["server"]
-        except (OSError, ValueError, KeyError, TypeError):
+            server = tomllib.loads(read_file(self.folder / "site.toml").decode("utf8"))["site"]["server"]
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
             return PORT
         return Address.parse(str(server)).port
 
@@ -58,9 +63,10 @@ class Project:
         return Path(self.settings().federation.state) / "flower"
 
     def runs(self) -> dict[str, dict[str, Any]]:
-        """Returns flower.json of every run, by the run's name, oldest first."""
-        files = sorted(self.settings().runs().glob("*/flower.json"), key=lambda p: p.stat().st_mtime)
-        return {p.parent.name: _about(p) for p in files}
+        """Returns flower.json of every run, and its sites in quarantine, by the run's name, oldest first."""
+        settings = self.settings()
+        files = sorted(settings.runs().glob("*/flower.json"), key=lambda p: p.stat().st_mtime)
+        return {p.parent.name: _about(p, settings.rounds.quarantine) for p in files}
 
     def run(self, name: str | None) -> Path:
         """Returns the folder of a run, by default of the newest."""
@@ -89,26 +95,49 @@ class Project:
         """
         source = self.run(name)
         RunFolder.check(out, overwrite=False)
-        checkpoint, _ = RunFolder(source).load()
-        if checkpoint is None:
+        if RunFolder(source).load()[0] is None:
             raise InputError(f"{source} has no finished round yet: wait for one")
-        sent = checkpoint.broadcast
-        tensors = {n: t[0].contiguous() for part in (sent.params, sent.buffers) for n, t in part.items()}
-        about = {"round": str(checkpoint.round), "federation": self.settings().federation.name}
+        for attempt in range(TRIES):  # a run that trains writes and removes files meanwhile
+            time.sleep(0.2 * attempt)
+            try:
+                with replaced(out) as part:
+                    self._copy(source, part)
+                return
+            except (shutil.Error, FileNotFoundError) as error:
+                of = error.args[0] if isinstance(error, shutil.Error) else ""
+                why = str(of[0][2] if of and isinstance(of, list) else error.strerror or error)
+            except Damaged as error:
+                why = str(error).replace(str(part), str(source))
+            except OSError as error:
+                raise InputError(f"cannot write to {out}: {error.strerror}") from error
+        raise InputError(f"cannot copy {source} to {out}: {why}; if it is training, try again or wait for its end")
+
+    def _copy(self, source: Path, part: Path) -> None:
+        """Copies a run, and reads the copy: its files must be of one moment."""
+        shutil.copytree(source, part, ignore=shutil.ignore_patterns("*.part"), dirs_exist_ok=True)
+        copy = RunFolder.open(part)
+        copy.metrics()
         try:
-            with replaced(out) as part:
-                shutil.copytree(source, part, ignore=shutil.ignore_patterns("*.part"), dirs_exist_ok=True)
-                write_atomic(part / "global.safetensors", save(tensors, about))
-        except OSError as error:
-            raise InputError(f"cannot write to {out}: {error.strerror}") from error
+            checkpoint, _ = copy.load()
+        except InputError as error:
+            raise Damaged(str(error)) from error
+        if checkpoint is None:
+            raise Damaged(f"{part} has no checkpoint")
+        sent = checkpoint.broadcast
+        tensors = {n: t[0].contiguous() for kind in (sent.params, sent.buffers) for n, t in kind.items()}
+        about = {"round": str(checkpoint.round), "federation": self.settings().federation.name}
+        write_atomic(part / "global.safetensors", save(tensors, about))
 
 
-def _about(file: Path) -> dict[str, Any]:
+def _about(file: Path, after: int) -> dict[str, Any]:
     """Returns flower.json; a run that says it is running while no process works on it was stopped."""
+    quarantine = Quarantine(after)
     try:
         about = read_object(file, {"status": str, "round": int, "rounds": int}, "")
+        quarantine.load(about.get("quarantine", {}), str(file))
     except (Damaged, OSError):
-        return {"status": "damaged", "round": "?", "rounds": "?", "error": f"cannot read {file}"}
+        return {"status": "damaged", "round": "?", "rounds": "?", "error": f"cannot read {file}", "in_quarantine": []}
+    about["in_quarantine"] = sorted(site for site in quarantine.refused if quarantine.holds(site, about["round"]))
     if about["status"] == "running" and not at_work(file.parent):
         about["status"] = "stopped"
     return about

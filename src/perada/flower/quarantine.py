@@ -9,10 +9,10 @@ PAUSE = 10  # rounds
 
 
 class Quarantine:
-    """The refused uploads of each site since its last good one, as the rounds of these uploads."""
+    """The rounds of each site's refused uploads since its last good one."""
 
     def __init__(self, after: int) -> None:
-        self.after = after  # refused uploads in a row; 0 puts no site in quarantine
+        self.after = after  # rounds with a refused upload in a row; 0 puts no site in quarantine
         self.refused: dict[str, list[int]] = {}
 
     def load(self, note: object, where: str) -> None:
@@ -42,8 +42,14 @@ class Quarantine:
         return asked, back
 
     def refuse(self, site: str, round: int) -> bool:
-        """Counts a refused upload; returns whether it puts the site in quarantine."""
-        self.refused.setdefault(site, []).append(round)
+        """Counts a refused upload; returns whether it puts the site in quarantine.
+
+        A round counts once: asked again, or after the server has died, a site sends the same bytes from its disk.
+        """
+        rounds = self.refused.setdefault(site, [])
+        if round in rounds:
+            return False
+        rounds.append(round)
         return self._reached(site)
 
     def accept(self, site: str) -> None:

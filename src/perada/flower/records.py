@@ -13,11 +13,11 @@ from typing import Any
 from ..config import resolve
 from ..config.settings import OF_SERVER, RULES, different
 from ..errors import Damaged, InputError
+from ..inputs import printable
 from ..runs.folder import RunFolder, read_object, write_atomic
 from ..runs.moment import Checkpoint
-from .messages import printable
 from .quarantine import Quarantine
-from .settings import ServerSettings, checked_name
+from .settings import MAX_ROUND, ServerSettings, checked_name
 
 KINDS = {"federation": str, "run": str, "sites": list, "data": dict, "start": str, "start_round": int, "status": str}
 
@@ -32,6 +32,7 @@ class Diary:
     start: str = ""  # the id of the run that this one continues,
     start_round: int = 0  # and how many rounds of it were done
     round: int = 0
+    changed: str = ""  # a line about a setting that is another one now than when the run began
     undone: tuple[int, ...] = ()  # the rounds to which the run went back, one after another
     quarantine: Quarantine = field(init=False)
 
@@ -42,6 +43,13 @@ class Diary:
     def history(self) -> str:
         """`undone` as it is sent to the sites."""
         return ",".join(map(str, self.undone))
+
+    def begin(self) -> None:
+        """Writes down a setting that a resumed run may change. Only for the process that has locked the folder."""
+        if self.changed:
+            write_atomic(self.path / "config.toml", self.settings.config.toml().encode())
+            self.tell("", "changed", self.changed)
+            self.changed = ""
 
     def say(self, text: str) -> None:
         print(f"perada: {printable(text)}", file=sys.stderr, flush=True)
@@ -102,16 +110,16 @@ def open_run(
 
 
 def _resumed(path: Path, settings: ServerSettings, note: dict[str, Any], changed: str) -> Diary:
-    """Returns the diary as it was; writes down a setting that a resumed run may change."""
-    diary = Diary(path, settings, note["run"], note["start"], note["start_round"])
+    """Returns the diary as it was."""
+    round = note.get("round", 0)
+    if type(round) is not int or not 0 <= round < MAX_ROUND:
+        raise Damaged(f"{path / 'flower.json'} is damaged: round is not a number of rounds")
+    diary = Diary(path, settings, note["run"], note["start"], note["start_round"], round, changed)
     undone = note.get("undone", [])  # an older version did not write these two
     if not isinstance(undone, list) or not all(type(r) is int and r >= 0 for r in undone):
         raise Damaged(f"{path / 'flower.json'} is damaged: undone does not list rounds")
     diary.undone = tuple(undone)
     diary.quarantine.load(note.get("quarantine", {}), str(path / "flower.json"))
-    if changed:
-        write_atomic(path / "config.toml", settings.config.toml().encode())
-        diary.tell("", "changed", changed)
     return diary
 
 
@@ -121,8 +129,6 @@ def go_back(folder: RunFolder, diary: Diary, round: int) -> None:
     The checkpoints go first: if this is interrupted, the sites refuse what does not follow from what they have, and
     the same command can be given again.
     """
-    if round:
-        folder.load(round)  # a round that cannot be loaded leaves everything as it is
     folder.undo(round)
     diary.undone += (round,)
     diary.quarantine.undo(round)

@@ -88,7 +88,7 @@ class Rounds:
     retries: int = 10  # how often a round with too few sites is tried again
     norm_bound: float = 100.0  # an upload may differ from the broadcast by this many times the broadcast's norm
     max_samples: int = 1_000_000  # with train.weighting=samples, a site that reports more is refused
-    quarantine: int = 3  # refused uploads in a row after which a site is not asked for ten rounds; 0 never
+    quarantine: int = 3  # rounds with a refused upload in a row after which a site is not asked for ten rounds; 0 never
     keep: int = 20  # checkpoints that stay, so that a run can go back that many rounds
     poll_s: float = 0.5  # how often to look for replies
 

@@ -30,11 +30,11 @@ from typing import Any
 
 from ..errors import InputError
 from ..lanes import State
+from ..runs.files import read_file
 from ..runs.folder import load_state, locked, read_states, replaced, save_state, write_atomic
-from .messages import Refused
-from .settings import MAX_ROUND
+from ..server.checks import Refused
+from .settings import MAX_ROUND, SiteSettings
 
-KEEP = 21  # entries: twenty rounds can be asked for again, each with the state before it
 _ENTRY = re.compile(r"round-(\d{4,})")
 
 
@@ -54,7 +54,7 @@ class Entry:
 class SiteState:
     """The folder of one site in one federation."""
 
-    def __init__(self, state: Path, federation: str, site: str, keep: int = KEEP) -> None:
+    def __init__(self, state: Path, federation: str, site: str, keep: int = SiteSettings.keep) -> None:
         self.path, self.keep = state / federation / site, keep
 
     @contextmanager
@@ -88,9 +88,9 @@ class SiteState:
     def history(self, run: str) -> list[int]:
         """Returns the rounds to which the run went back, as the newest request said."""
         try:
-            undone = json.loads((self.path / run / "plan.json").read_text("utf8"))["undone"]
+            undone = json.loads(read_file(self.path / run / "plan.json"))["undone"]
             return [int(round) for round in undone.split(",") if round]
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # there is none, or an older version's
+        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):  # none, or an older one
             return []
 
     def check_history(self, run: str, undone: str) -> None:
@@ -107,9 +107,9 @@ class SiteState:
     def _tries(self, run: str, round: int) -> int:
         """Returns how often the run had gone back when an entry was written."""
         try:
-            undone = json.loads((self._folder(run, round) / "state.json").read_text("utf8")).get("undone", "")
+            undone = json.loads(read_file(self._folder(run, round) / "state.json")).get("undone", "")
             return len(undone.split(",")) if undone else 0
-        except (OSError, ValueError, AttributeError):  # `entry` refuses it
+        except (OSError, ValueError, RecursionError, AttributeError):  # `entry` refuses it
             return MAX_ROUND
 
     def base(self, run: str, round: int) -> int | None:
@@ -174,9 +174,9 @@ class SiteState:
         """Returns the plan, the run that this one continues, how many rounds of it were done, and the broadcast."""
         home = self.path / run
         try:
-            note = json.loads((home / "plan.json").read_text("utf8"))
+            note = json.loads(read_file(home / "plan.json"))
             return note["plan"], note["start"], int(note["start_round"]), load_state(home / "received.safetensors")
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise InputError(f"{home}: plan.json is damaged ({error}): take part in another round") from error
 
     def runs(self) -> list[str]:

@@ -34,7 +34,8 @@ def main() -> None:
     from flwr.supercore.superexec.executor import subprocess_executor
     from flwr.supernode.cli import flwr_clientapp
 
-    from .messages import Refused, read_request
+    from ..server.checks import Refused
+    from .messages import read_request
 
     app: Any = importlib.import_module("perada.flower.app")
     executor: Any = subprocess_executor
