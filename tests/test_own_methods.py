@@ -172,7 +172,7 @@ def test_counts_are_kept_whole_over_a_resume(tmp_path: Path) -> None:
     assert adapters(resumed.path) == adapters(whole.path)
     saved, _ = RunFolder.open(whole.path).load()
     assert saved is not None
-    assert {c.params["taken"].dtype for c in saved.clients} == {torch.int64}
+    assert {c.params["taken"].dtype for c in saved.clients.values()} == {torch.int64}
     assert resumed.experiment.now.kept.params["taken"].dtype == torch.int64
 
 

@@ -24,7 +24,7 @@ from perada.lanes import State
 from perada.models.resnet import resnet
 from perada.runs.files import at_work, locked
 from perada.runs.folder import RunFolder
-from perada.runs.moment import Checkpoint
+from perada.runs.moment import COUNTERS, Checkpoint
 
 # What a run folder says.
 
@@ -243,10 +243,11 @@ def test_a_run_is_locked_from_its_first_write_to_its_last(
 
 def test_a_folder_that_keeps_more_checkpoints_goes_back_to_one_of_them(tmp_path: Path) -> None:
     state = State({"w": torch.ones(1, 2)})
+    note = {"counters": dict.fromkeys(COUNTERS, 0), "last": {}, "seconds": 1.0, "finished": False}
     folder = RunFolder(tmp_path, keep=4)
     for round in range(1, 7):
         folder.append_metrics({"round": round})
-        folder.save(Checkpoint(round, state, state, [], {}), ())
+        folder.save(Checkpoint(round, state, state, {}, note), ())
     folder.write_json("summary.json", {})
     assert RunFolder(tmp_path).load(4)[0].round == 4
     with pytest.raises(InputError, match=r"no checkpoint after round 2 \(it has: 3, 4, 5, 6\)"):

@@ -102,7 +102,7 @@ class Run:
     @cached_property
     def names(self) -> Federation:
         """The clients and classes, without images if the run folder has them."""
-        if self.data_given or "federation" in self.__dict__:
+        if "federation" in self.__dict__ or self.data_given:
             return self.federation
         return blank(self.folder.about(), device_of(self.config.run.device)) or self.federation
 

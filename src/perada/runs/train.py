@@ -120,7 +120,10 @@ def train(
             config = resolve(source, overrides)
             path = Path(out) if out is not None else default_out(source, config)
             new = NewFolder(path, out is not None or overwrite, config, overwrite, stack)
-            pretrain = partial(_pretrain, folder=new.made, callbacks=callbacks, say=say)
+
+            def pretrain(inner: Experiment) -> None:
+                _pretrain(inner, new.made, callbacks, say)  # makes the folder only now
+
             experiment = build(config, backbone, say, federation, pretrain)
             run, about = Run(new.made, config), {"source": made_from(source, config)}
         experiment.model.pool = pool
