@@ -12,7 +12,7 @@ from rich.text import Text
 from ..client.scores import Scores
 from ..data import Federation
 from ..data.download import Entry
-from ..report.facts import kept_without_guard, mishaps, unlikeness
+from ..report.facts import diverged_in, mishaps, unlikeness, used_without_guard
 from ..report.standings import PERSONAL, Standings, parts
 from ..report.svg import millions
 from ..runs.moment import Evaluation
@@ -46,7 +46,7 @@ def results(runs: Sequence[Run]) -> Table:
     unit = "AUC" if summaries[0]["metric"] == "auc" else "accuracy"
     title = f"{summaries[0]['data']}: {unit} in %, mean ± std over the clients' personal models"
     splits = [name for name in PERSONAL if name != "shifted" or any(name in last.scores for _, last in rows)]
-    distilled = any(last.distilled for _, last in rows)
+    distilled = any(last.distilled for _, last in rows) or any(map(diverged_in, history))
     columns = ["trained", "sent", *(PERSONAL[name] for name in splits), "server"]
     table = house_table(title, "method", *columns, *(["distilled"] if distilled else []))
     table.caption = "server: the global model on Global-test"
@@ -69,11 +69,11 @@ def results(runs: Sequence[Run]) -> Table:
 
 def _kept(last: Evaluation, guarded: bool, rows: Sequence[Evaluation]) -> str:
     """Returns in how many rounds what was distilled was used: the guard kept it, or it did not diverge."""
-    if not last.distilled:
+    if not last.distilled and not diverged_in(rows):
         return "–"
     if guarded:
         return f"{last.accepted} of {last.distilled}"
-    used = kept_without_guard(last, rows)
+    used = used_without_guard(last, rows)
     return "all" if used == str(last.distilled) else used
 
 

@@ -58,16 +58,20 @@ def mean_and_std(row: Evaluation | None, split: str) -> tuple[float | None, floa
     return (scores.mean, scores.std) if scores else (None, None)
 
 
-def kept_without_guard(last: Evaluation, rows: Sequence[Evaluation]) -> str:
-    """Returns in how many rounds a distilled student was used, where no guard chooses: one that diverged is not."""
-    diverged = sum(bool((row.distill or {}).get("diverged")) for row in rows)
-    return f"{last.distilled - diverged} of {last.distilled}" if diverged else str(last.distilled)
+def diverged_in(rows: Sequence[Evaluation]) -> int:
+    """Returns in how many evaluated rounds every student diverged. Such a round does not count as distilled."""
+    return sum(bool((row.distill or {}).get("diverged")) for row in rows)
+
+
+def used_without_guard(last: Evaluation, rows: Sequence[Evaluation]) -> str:
+    """Returns in how many rounds a distilled student was used, where no guard chooses."""
+    return f"{last.distilled} of {last.round}" if diverged_in(rows) else str(last.distilled)
 
 
 def mishaps(rows: Sequence[Evaluation]) -> list[str]:
     """Returns a sentence about each kind of thing that went wrong in the evaluated rounds, with who and how often."""
     lines, of = [], f"of {len(rows)} evaluated rounds"
-    if diverged := sum(bool((row.distill or {}).get("diverged")) for row in rows):
+    if diverged := diverged_in(rows):
         lines.append(f"The distilled student diverged and was discarded in {diverged} {of}.")
     for what, who in (
         ("Training stopped being finite at", [row.failed for row in rows]),
@@ -134,13 +138,13 @@ class Facts:
     @property
     def guard(self) -> str:
         """Returns a sentence about the rounds in which the guard accepted the distilled adapter."""
-        if self.last is None or not self.last.distilled:
+        if self.last is None or not (self.last.distilled or diverged_in(self.rows)):
             return "No distillation."
         distilled, accepted = self.last.distilled, self.last.accepted
         if self.config.distill.guard == "none":
-            return f"Distilled in {kept_without_guard(self.last, self.rows)} rounds, without a guard."
-        share = f"{100 * accepted / distilled:.0f} %"
-        return f"The guard accepted the distilled adapter in {accepted} of {distilled} rounds ({share})."
+            return f"Distilled in {used_without_guard(self.last, self.rows)} rounds, without a guard."
+        share = f" ({100 * accepted / distilled:.0f} %)" if distilled else ""
+        return f"The guard accepted the distilled adapter in {accepted} of {distilled} rounds{share}."
 
 
 def gather_facts(runs: Sequence[Run]) -> list[Facts]:
