@@ -63,6 +63,12 @@ def test_a_changed_summary_is_refused_and_written_again(run: Path, capsys: pytes
     assert perada.load(run).summary["local_test"] == wanted
 
 
+def test_a_summary_that_links_to_itself_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "summary.json").unlink()
+    (run / "summary.json").symlink_to(run / "summary.json")
+    assert f"{run / 'summary.json'} is damaged: write it again with " in refused(capsys, "report", run)
+
+
 TEXTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "bytes": lambda c: c.update(bytes_up="many"),
     "seconds": lambda c: c.update(seconds="long"),

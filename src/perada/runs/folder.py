@@ -263,12 +263,12 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any]:
         path = self.path / "summary.json"
-        if not path.exists():
-            raise InputError(f"{self.path} has no summary yet: resume the run to finish it")
         kinds = {"round": int, "method": str, "data": str, "metric": str, "parameters": dict}
         advice = f"write it again with perada train --out {shlex.quote(str(self.path))} --resume"
-        if self.manifest.state("summary.json") in ("changed", "stray"):
+        if self.manifest.state("summary.json") in ("changed", "stray"):  # also a link to itself, which does not exist
             raise Damaged(f"{path} is damaged: {advice}")
+        if not path.exists():
+            raise InputError(f"{self.path} has no summary yet: resume the run to finish it")
         summary = read_object(path, kinds, advice)
         try:
             Evaluation.read(summary)
