@@ -21,7 +21,7 @@ from perada import __version__
 from perada.config import Config
 from perada.errors import InputError
 from perada.methods import REGISTRY, hyperparameters, make_method
-from perada.runs.folder import fits, jsonable, write_atomic
+from perada.runs.files import fits, jsonable, write_atomic
 
 from .trials import Trial
 

@@ -29,7 +29,7 @@ from perada.cli.watch import Watch
 from perada.config import resolve
 from perada.errors import InputError, Interrupted, RunError
 from perada.experiment import Experiment
-from perada.runs.folder import write_atomic
+from perada.runs.files import write_atomic
 from perada.sweep.compare import Comparison, compare
 from perada.sweep.workers import share_cores
 

@@ -113,9 +113,9 @@ def test_a_row_of_metrics_between_others_that_is_none_is_told_of(run: Path, caps
     (run / "metrics.jsonl").write_text("\n".join([rows[0], "{}", rows[1]]) + "\n")
     before = tree(run)
     for words in (["report", str(run)], ["train", "--out", str(run), "--resume", "--set", "train.rounds=3"]):
-        assert f"{run / 'metrics.jsonl'} is damaged: remove its line 2" in refused(capsys, *words)
+        assert f"{run / 'metrics.jsonl'} is damaged in line 2: copy the file again" in refused(capsys, *words)
     assert tree(run) == before
-    with pytest.raises(InputError, match="remove its line 2"):
+    with pytest.raises(InputError, match="damaged in line 2"):
         perada.load(run, say=lambda line: None).table()
 
 

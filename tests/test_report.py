@@ -22,7 +22,7 @@ from perada.data import GIVEN, DataOptions
 from perada.data.federation import Client, Federation
 from perada.errors import InputError
 from perada.report import write_report
-from perada.report.facts import gather_facts
+from perada.report.facts import distillations, gather_facts
 from perada.report.page import _places
 from perada.report.svg import human_bytes, shorten, ticks
 from perada.runs.folder import RunFolder
@@ -352,3 +352,10 @@ def test_a_run_made_from_objects_is_reported(tmp_path: Path) -> None:
         text = Reader((tmp_path / "report.html").read_text("utf8")).text
         assert ("made with data from Python" in text) == (not given)
         assert "fedavg unfinished: 1 of 1 rounds n/a n/a" in text
+
+
+def test_a_round_whose_student_diverged_is_not_subtracted_twice() -> None:
+    """`distilled` does not count it."""
+    rows = [Evaluation(r, {}, distilled=min(r, 3), distill={"diverged": r == 4}) for r in (1, 2, 3, 4)]
+    assert distillations(rows[-1], rows) == (4, 3)
+    assert distillations(rows[2], rows[:3]) == (3, 3)

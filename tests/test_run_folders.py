@@ -22,7 +22,8 @@ from perada.errors import InputError
 from perada.experiment import Experiment
 from perada.lanes import State
 from perada.models.resnet import resnet
-from perada.runs.folder import RunFolder, at_work, locked
+from perada.runs.files import at_work, locked
+from perada.runs.folder import RunFolder
 from perada.runs.moment import Moment
 
 # What a run folder says.

@@ -15,8 +15,10 @@ from small import damage
 
 from perada.errors import InputError
 from perada.lanes import State
-from perada.runs.folder import RunFolder, load_state, save_state, write_atomic
+from perada.runs.files import write_atomic
+from perada.runs.folder import RunFolder
 from perada.runs.moment import Checkpoint
+from perada.runs.states import load_state, save_state
 
 # The checkpoint format, on states of a few numbers.
 

@@ -1,7 +1,11 @@
 """What every room checks about input: that a path is a plain file, how much there is, and that it can be printed."""
 
 import errno
+import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 
 from .errors import InputError
@@ -38,17 +42,37 @@ def plain_file(path: Path, most: int | None = None) -> Path:
     refuse, who knows what it is for.
     """
     try:
-        found = path.stat()
+        problem = _problem(path.stat(), most)
     except OSError:  # the reader gets the same error
         return path
     except ValueError as error:
         raise InputError(f"{str(path)!r} is not the name of a file") from error
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise InputError(f"cannot read {path}: it is {kind}, not a file")
-    if most is not None and found.st_size > most:
-        raise InputError(f"cannot read {path}: it has {found.st_size:,} bytes, and the most is {most:,}")
+    if problem:
+        raise InputError(f"cannot read {path}: {problem}")
     return path
+
+
+@contextmanager
+def opened(path: Path, most: int | None = None) -> Iterator[BufferedReader]:
+    """Opens what `plain_file` returns, to read it; anything else is an OSError, also if it was put there just now."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        if problem := _problem(os.fstat(handle), most):
+            raise OSError(errno.EINVAL, problem, str(path))
+    except OSError:
+        os.close(handle)
+        raise
+    with open(handle, "rb") as file:
+        yield file
+
+
+def _problem(status: os.stat_result, most: int | None) -> str:
+    """Returns why something is not a regular file of at most `most` bytes; empty if it is."""
+    if not stat.S_ISREG(status.st_mode):
+        return f"it is {_KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}, not a file"
+    if most is not None and status.st_size > most:
+        return f"it has {status.st_size:,} bytes, and the most is {most:,}"
+    return ""
 
 
 def printable(text: str) -> str:

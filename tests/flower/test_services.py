@@ -22,7 +22,7 @@ from perada.flower.launch import Admission
 from perada.flower.project import Project
 from perada.flower.settings import ServerSettings
 from perada.runs import files as runs
-from perada.runs.folder import locked
+from perada.runs.files import locked
 
 # Which keys are admitted.
 

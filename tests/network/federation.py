@@ -23,7 +23,7 @@ from perada.flower.address import Address, NoAnswer, free_port, probe
 from perada.flower.guards import die_with_parent
 from perada.flower.processes import descendants
 from perada.flower.project import app_file
-from perada.runs.folder import write_atomic
+from perada.runs.files import write_atomic
 
 PERADA = [sys.executable, "-m", "perada"]
 HOOKS = Path(__file__).parent / "hooks"

@@ -20,20 +20,21 @@ from commands import train
 from PIL import Image
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
-from small import adapters
+from small import adapters, as_older
 
 from perada.cli import main as cli
 from perada.models.resnet import resnet
 
 PATIENCE = 20  # seconds after which a command hangs
 CLIENT = "client-01"
-EDITABLE = ("config.toml",)  # text that a person may edit, and that is believed
-Fault = Callable[[Path, Path, np.random.Generator], None]
+EDITABLE = {"config.toml"}  # text that a person may edit, and that is believed
+UNCHECKED = {"data.json", "metrics.jsonl", "summary.json", "backbone.safetensors", "state.json"}  # before format 2
+Fault = Callable[[Path, Path, np.random.Generator], None]  # changes one file of a folder
 FAULTS: dict[str, Fault] = {}
 
 
 def fault(make: Fault) -> Fault:
-    """Registers a kind of fault: it changes one file of a folder."""
+    """Registers a kind of fault."""
     FAULTS[make.__name__.replace("_", " ")] = make
     return make
 
@@ -188,20 +189,27 @@ class Answer:
 
     code: int | str  # or what it raised
     result: Any
-    lines: frozenset[str]  # on standard error, without numbers
+    lines: tuple[str, ...]  # on standard error
 
 
 class Bench:
-    """A small finished run, and the five commands on copies of it."""
+    """A small finished run, and the five commands on copies of it.
 
-    def __init__(self, home: Path) -> None:
+    older: the folder is as versions before format 2 wrote it, and most of its files are believed.
+    """
+
+    def __init__(self, home: Path, older: bool = False, **settings: Any) -> None:
         self.whole, self.run, self.out = home / "whole", home / "run", home / "out"
         self.image = home / "image.png"
+        self.believed = EDITABLE | UNCHECKED if older else EDITABLE
         weights = home / "mine.safetensors"
+        home.mkdir()
         save_file(resnet("resnet8", 10, seed=5).state_dict(), weights)
-        settings = {"method__name": "perada-no-kd", "data__clients": 3, "model__weights": str(weights)}
+        settings |= {"method__name": "perada-no-kd", "data__clients": 3, "model__weights": str(weights)}
         assert train(self.run, **settings) == 0
         self.run.rename(self.whole)
+        if older:
+            as_older(self.whole)
         self.out.mkdir()
         Image.fromarray(np.random.default_rng(0).integers(0, 255, (8, 8), dtype=np.uint8)).save(self.image)
         self.copy()
@@ -213,6 +221,11 @@ class Bench:
             shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.whole, self.run)
         self.out.mkdir()
+
+    def changes(self) -> set[Path]:
+        """Returns the files that are not what they were, by their paths in the folder."""
+        before, after = _contents(self.whole), _contents(self.run)
+        return {path for path in before | after if before.get(path) != after.get(path)}
 
     def answers(self) -> dict[str, Answer]:
         """Returns what each command does with the folder. The one that writes to it comes last."""
@@ -237,9 +250,9 @@ class Bench:
         return adapters(self.run), [{**row, "seconds": 0} for row in rows], summary["local_test"]
 
     def _answer(self, words: list[str], result: Callable[[str], Any]) -> Answer:
-        shown, said = io.StringIO(), io.StringIO()
+        output, errors = io.StringIO(), io.StringIO()
         code: int | str
-        with redirect_stdout(shown), redirect_stderr(said):
+        with redirect_stdout(output), redirect_stderr(errors):
             try:
                 with _patience():
                     code = cli.main(words)
@@ -247,25 +260,53 @@ class Bench:
                 code = "hangs"
             except Exception:
                 code = traceback.format_exc()
-        lines = frozenset(re.sub(r"\d[\d.,:]*", "#", line) for line in said.getvalue().splitlines() if "━" not in line)
-        return Answer(code, result(shown.getvalue()) if code == 0 else None, lines)
+        lines = tuple(line for line in errors.getvalue().splitlines() if "━" not in line)
+        return Answer(code, result(output.getvalue()) if code == 0 else None, lines)
 
-    def outcome(self, name: str, found: Answer, editable: bool) -> str:
-        """Returns what came of a command: same, said, refused or edited are fine, anything else is not."""
+    def outcome(self, name: str, answer: Answer, changes: set[Path]) -> str:
+        """Returns what came of a command: same, reported, refused or edited are fine, anything else is not.
+
+        changes: the files that had changed. A line is a report of them if it names one, or the checkpoint it is of.
+        """
         wanted = self.wanted[name]
-        more = found.lines - wanted.lines
-        if isinstance(found.code, str):
-            return found.code
-        if found.code in (1, 2):
-            errors = [line for line in found.lines if line.startswith("error: ")]
-            return "refused" if len(errors) == 1 else f"exit {found.code} without one line: {sorted(found.lines)}"
-        if found.code != 0:
-            return f"exit {found.code}"
-        if found.result == wanted.result:
+        if isinstance(answer.code, str):
+            return answer.code
+        if answer.code in (1, 2):
+            errors = [line for line in answer.lines if line.startswith("error: ")]
+            return "refused" if len(errors) == 1 else f"exit {answer.code} without one line: {answer.lines}"
+        if answer.code != 0:
+            return f"exit {answer.code}"
+        if answer.result == wanted.result:
             return "same"
-        if more:
-            return "said"
-        return "edited" if editable else "changed and not said"
+        known = {_without_numbers(line) for line in wanted.lines}
+        lines = [line for line in answer.lines if _without_numbers(line) not in known]
+        if any(name in line for line in lines for path in changes for name in _names(path)):
+            return "reported"
+        if any(path.name in self.believed for path in changes):
+            return "edited"
+        return f"changed and not reported: {lines}"
+
+
+def _contents(run: Path) -> dict[Path, object]:
+    """Returns the bytes of each file; what else is there in place of one by its kind."""
+    paths = [p for p in run.rglob("*") if p.name != "report.html"]
+    return {
+        p.relative_to(run): (os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else p.lstat().st_mode)
+        for p in paths
+    }
+
+
+def _names(path: Path) -> list[str]:
+    """Returns how a line can name a file of a run: by its name, or by its checkpoint and round."""
+    checkpoint = next((part for part in path.parts if "round-" in part), "")
+    if not checkpoint:
+        return [path.name]
+    number = int(re.sub(r"\D", "", checkpoint))
+    return [path.name, f"round-{number:04d}", f"round {number} "]
+
+
+def _without_numbers(line: str) -> str:
+    return re.sub(r"\d[\d.,:]*", "#", line)
 
 
 class _Hangs(BaseException):

@@ -1,18 +1,15 @@
 """Cache files, which save work: each is whole or absent, and can be made again."""
 
 import os
-import secrets
-import shutil
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-STALE = 24 * 3600.0  # seconds without a write, after which a temporary file is that of a killed process
+from ..parts import part_of, sweep
 
 
 def cache_folder() -> Path | None:
@@ -28,8 +25,8 @@ def cache_folder() -> Path | None:
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Opens a file that gets its name when it is complete: a kill leaves only a temporary file, which nobody reads."""
-    sweep(path.parent, ".*.part")
-    part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
+    sweep(path.parent)
+    part = part_of(path)
     try:
         with part.open("xb") as file:
             yield file
@@ -38,14 +35,6 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def sweep(folder: Path, pattern: str) -> None:
-    """Removes temporary files and folders of killed processes; a live process writes too often to look stale."""
-    for path in folder.glob(pattern):
-        with suppress(OSError):  # another process was faster
-            if time.time() - path.stat().st_mtime > STALE:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def npy_header(shape: tuple[int, ...]) -> bytes:

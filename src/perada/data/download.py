@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from ..errors import InputError, RunError, unknown
 from ..inputs import user_path
-from .cache import sweep
+from ..parts import sweep
 
 Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, bytes in all (None: unknown)
 
@@ -234,7 +234,7 @@ def _unpack(file: Path, base: Path, folder: str, most: int) -> None:
     """Unpacks into a temporary folder, whose result is renamed: it is whole. `data` lets no file out of the folder."""
     if not hasattr(tarfile, "data_filter"):
         raise InputError("unpacking needs Python 3.11.4 or newer, whose tarfile lets no file out of its folder")
-    sweep(base, ".unpack-*")
+    sweep(base, lambda name: name.startswith(".unpack-"))
     with tempfile.TemporaryDirectory(prefix=".unpack-", dir=base) as scratch:
         try:
             bounded: Any = _Bounded

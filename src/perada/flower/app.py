@@ -180,16 +180,10 @@ def _owners() -> Owners | None:
 
 def _restore(experiment: Experiment, folder: RunFolder, diary: Diary) -> None:
     """Goes on after the newest checkpoint, or begins from the end of another run."""
-    saved, skipped = folder.load()
-    for line in (*(f"{folder.path}: {line}" for line in skipped), *folder.notices()):
-        diary.say(line)
-    folder.tidy()
+    saved = folder.resume(experiment.train.rounds, diary.say)
     if saved is not None:
         experiment.restore(saved)
-    elif folder.metrics():
-        diary.say(f"{folder.path} has scores but no checkpoint: it is trained from the first round")
-    folder.cut_metrics(experiment.now.round)
-    if saved is None and diary.start:
+    elif diary.start:
         end = ending(diary.settings, diary.start)
         _begin_from(experiment, end)
         diary.start_round = end.round

@@ -32,7 +32,6 @@ from ..methods import Finisher, Judge
 from ..models import Backbone, backbone
 from ..runs.folder import write_atomic
 from ..server.checks import Refused
-from .checks import MAX_LOSS
 from .messages import UNDONE, Numbers, Reply, Request, digest, message, read_request, unpack
 from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id
 from .site_data import public_test, site_federation
@@ -305,9 +304,7 @@ def _score(work: Work, request: Request, content: RecordDict) -> RecordDict:
         raise Refused(f"{work.config.method_name} has no guard")
     judged = len(experiment.distill.judged())
     candidates = unpack(content, experiment.now.broadcast, judged, finite=False)  # one that diverged loses by its loss
-    losses = experiment.method.client_score(work.cohort.trainer_of([0], request.round), candidates)[:, 0]
-    if not losses.isnan().all():  # it has data: a loss that is not finite is the candidate's fault
-        losses = losses.nan_to_num(nan=MAX_LOSS, posinf=MAX_LOSS).clamp(max=MAX_LOSS)
+    losses = work.cohort.losses(work.cohort.trainer_of([0], request.round), candidates)[:, 0]
     return work.site.reply(request, numbers={"losses": losses.tolist()})
 
 

@@ -20,7 +20,7 @@ from ..config import Config
 from ..data import Federation, read_image
 from ..errors import InputError, RunError
 from ..lanes import LaneModel, State
-from ..runs.folder import write_output
+from ..runs.files import write_output
 
 ENDINGS = (".safetensors", ".pt2", ".onnx")
 

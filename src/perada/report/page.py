@@ -9,7 +9,7 @@ import numpy as np
 
 from ..data import Federation
 from ..errors import InputError
-from ..runs.folder import write_output
+from ..runs.files import write_output
 from ..runs.run import Run
 from .facts import PERSONAL, SERVER, Facts, Holdings, gather_facts, mean_and_std, unlikeness
 from .figures import Series, bars, bubbles, curves, dots

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..runs.folder import write_output
+from ..runs.files import write_output
 from ..runs.moment import Evaluation
 
 NAME = "events.out.tfevents.0.perada"  # TensorBoard looks for files with `tfevents` in their name

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Damaged, InputError
-from .files import CHECKSUM, fits, is_whole, read_file, read_object, replaced, sealed, sweep, write_atomic
+from ..parts import sweep
+from .files import CHECKSUM, digest_of, fits, is_whole, read_file, read_object, replaced, sealed, write_atomic
 from .manifest import FORMAT, NewerFormat, check_format
 from .moment import Checkpoint, check_note
 from .rows import Mark
@@ -120,7 +121,7 @@ class Checkpoints:
         path, digest = newest
         for note in spare:
             old = note.file_of(client)
-            if old is not None and old[1] == digest and (note.path in self._written or _digest(old[0]) == digest):
+            if old is not None and old[1] == digest and (note.path in self._written or _whole(old[0], digest)):
                 try:
                     os.link(old[0], to)
                     return digest
@@ -143,7 +144,7 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
             else:  # it was killed between the two renames
                 os.replace(aside, target)
-        sweep(self.path)
+        sweep(self.path, idle=0)
 
     # Reading
 
@@ -197,7 +198,8 @@ class Checkpoints:
         for path in reversed([p for p in self.listed() if round_of(p) > round]):
             shutil.rmtree(path)
             self._written.discard(path)
-        self._newest = None
+        if self._newest is not None and round_of(self._newest.path) > round:
+            self._newest = None
 
     def newest_note(self) -> Note | None:
         """Returns the state.json of the newest checkpoint that has a whole one."""
@@ -242,11 +244,11 @@ class Checkpoints:
         return Checkpoint(note.content["round"], server, broadcast, clients, about, nameless=note.older and not names)
 
 
-def _digest(path: Path) -> str:
+def _whole(path: Path, digest: str) -> bool:
     try:
-        return hashlib.sha256(read_file(path)).hexdigest()
+        return digest_of(path) == digest
     except OSError:
-        return ""
+        return False
 
 
 def _round_in(name: str) -> int:

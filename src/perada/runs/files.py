@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -12,13 +11,13 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from io import BufferedReader
 from pathlib import Path
-from secrets import token_hex
 from types import UnionType
 from typing import Any
 
 from ..errors import Damaged, InputError
+from ..inputs import opened
+from ..parts import is_part, part_of, sweep
 
 try:
     import fcntl
@@ -27,7 +26,7 @@ except ImportError:  # not on Windows
 
 LOOK_S = 0.5  # the most seconds for which `at_work` holds a lock
 CHECKSUM = "checksum"  # the key of a JSON object's own checksum
-LARGEST = 1e18  # a number of a file that is larger is not one that was written
+LARGEST = 10**18  # a larger count is not one that was written
 Kinds = Mapping[str, type | UnionType]  # of the values of a JSON object
 
 # What is in a file
@@ -43,9 +42,12 @@ def jsonable(value: Any) -> Any:
 
 
 def is_number(value: Any, kind: type | UnionType = int | float) -> bool:
-    """Returns whether a value from a file is a number that can have been written: finite, of a sensible size."""
-    right = isinstance(value, kind) and isinstance(value, int | float) and not isinstance(value, bool)
-    return right and -LARGEST < value < LARGEST
+    """Returns whether a value from a file is a number that can have been written: finite, and a count of any use."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        return False
+    if isinstance(value, float):  # the loss of a training that goes wrong has any size
+        return math.isfinite(value)
+    return isinstance(value, int) and -LARGEST < value < LARGEST
 
 
 def fits(value: Any, kinds: Kinds) -> bool:
@@ -63,7 +65,7 @@ def _own_checksum(content: Mapping[str, Any]) -> str:
 
 def sealed(content: Mapping[str, Any]) -> bytes:
     """Returns a JSON object as text that holds a checksum of itself."""
-    content = jsonable(content)
+    content = json.loads(json.dumps(jsonable(content)))  # keys that are numbers become text, as they will be read
     return json.dumps({**content, CHECKSUM: _own_checksum(content)}, indent=1).encode()
 
 
@@ -73,17 +75,6 @@ def is_whole(content: Mapping[str, Any]) -> bool:
 
 
 # Reading
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[BufferedReader]:
-    """Opens a regular file to read. A pipe or a device, which could block for ever, is an OSError."""
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    with open(handle, "rb") as file:
-        yield file
 
 
 def read_file(path: Path) -> bytes:
@@ -116,8 +107,15 @@ def read_rows(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
     return rows_in(read_file(path), path, kinds) if path.is_file() else []
 
 
-def rows_in(data: bytes, path: Path, kinds: Kinds) -> list[dict[str, Any]]:
-    """Returns what `read_rows` does, of the file's bytes."""
+def damaged_line(path: Path, number: int, advice: str = "") -> Damaged:
+    """Returns the error about a line of a file. advice: what to do about it; else to remove the line."""
+    if advice:
+        return Damaged(f"{path} is damaged in line {number}: {advice}")
+    return Damaged(f"{path} is damaged: remove its line {number}")
+
+
+def rows_in(data: bytes, path: Path, kinds: Kinds, advice: str = "") -> list[dict[str, Any]]:
+    """Returns what `read_rows` does, of the file's bytes. advice: as in `damaged_line`."""
     lines = data.decode("utf8", "replace").splitlines()
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
@@ -128,7 +126,7 @@ def rows_in(data: bytes, path: Path, kinds: Kinds) -> list[dict[str, Any]]:
         if fits(row, kinds):
             rows.append(row)
         elif number < len(lines):
-            raise Damaged(f"{path} is damaged: remove its line {number}")
+            raise damaged_line(path, number, advice)
     return rows
 
 
@@ -137,7 +135,7 @@ def rows_in(data: bytes, path: Path, kinds: Kinds) -> list[dict[str, Any]]:
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Writes a file so that a kill leaves the old one or the new one, never a part. The old one's mode is kept."""
-    part = path.with_name(f".{path.name}.{token_hex(6)}.part")
+    part = part_of(path)
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
     try:
         with open(handle, "wb") as f:
@@ -171,26 +169,11 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def is_part(name: str) -> bool:
-    """Returns whether a name is that of something half written."""
-    return name.startswith(".") and name.endswith(".part")
-
-
-def sweep(folder: Path, of: str = "") -> None:
-    """Removes what a killed process left half written in a folder. of: the name that it would have got; "" is any."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if is_part(path.name) and path.name.startswith(f".{of}"):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-
-
 @contextmanager
 def replaced(target: Path, mode: int = 0o777) -> Iterator[Path]:
     """Yields a temporary folder to fill, which then takes the place of `target` in one step."""
-    sweep(target.parent, f"{target.name}.")
-    part, old = target.with_name(f".{target.name}.{token_hex(6)}.part"), target.with_name(f".{target.name}.old")
+    sweep(target.parent, lambda name: is_part(name, target.name))  # idle ones: the folder may not be locked
+    part, old = part_of(target), target.with_name(f".{target.name}.old")
     part.mkdir(parents=True, mode=mode)
     try:
         yield part

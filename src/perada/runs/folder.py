@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,52 +14,45 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import Damaged, InputError
+from ..parts import is_part, sweep
 from .checkpoints import Checkpoints, round_of
 from .files import (
     at_work,
+    damaged_line,
     fits,
     is_number,
-    is_part,
     jsonable,
     locked,
     read_object,
-    read_rows,
     replaced,
-    sweep,
     write_atomic,
-    write_output,
 )
-from .manifest import METRICS, Manifest
+from .manifest import BACKBONE, METRICS, Manifest
 from .moment import SPLITS, Checkpoint, Evaluation
 from .rows import Mark, Rows
 from .states import load_state, read_states, save_state
 
-__all__ = [  # what other rooms import from here
+__all__ = [  # what perada.flower imports from here
     "RunFolder",
     "at_work",
-    "fits",
-    "jsonable",
     "load_state",
     "locked",
     "read_object",
-    "read_rows",
     "read_states",
     "replaced",
     "save_state",
     "write_atomic",
-    "write_output",
 ]
 
 KEEP = 2  # checkpoints
-BACKBONE = "backbone.safetensors"
 PARTS = {
     "manifest.json",
     "data.json",
     "config.toml",
-    "metrics.jsonl",
+    METRICS,
     "summary.json",
     "report.html",
-    "backbone.safetensors",
+    BACKBONE,
     "checkpoints",
     "pretrain",
 }
@@ -146,7 +139,7 @@ class RunFolder:
 
     def tidy(self) -> None:
         """Removes what killed processes left half written. Only for the process that has locked the folder."""
-        sweep(self.path)
+        sweep(self.path, idle=0)
 
     def notices(self) -> list[str]:
         """Returns a line about each file that is missing or damaged, although the run goes on without it."""
@@ -156,7 +149,7 @@ class RunFolder:
         if self.manifest.state("data.json") == "missing":
             lines.append(f"{self.path / 'data.json'} is missing: copy it again; the data are not compared with it")
         if self.manifest.state("summary.json") == "missing":
-            lines.append(f"{self.path / 'summary.json'} is missing: --resume writes it again")
+            lines.append(f"{self.path / 'summary.json'} is missing: resume the run to write it again")
         if problem := self.rows.problem(self._mark()):
             return [*lines, problem]
         rows, newest = self.metrics(), self.newest_round()
@@ -184,8 +177,33 @@ class RunFolder:
             try:
                 rows.append(Evaluation.read(row))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise Damaged(f"{self.path / 'metrics.jsonl'} is damaged: remove its line {line}") from error
+                raise damaged_line(self.rows.path, line, self.rows.advice(self._mark())) from error
         return rows
+
+    def resume(self, rounds: int, say: Callable[[str], None], begun: int = 0) -> Checkpoint | None:
+        """Returns the newest whole checkpoint, after which a run of so many rounds goes on; None begins it again.
+
+        Says what is damaged or missing. Removes what came after the checkpoint: damaged newer ones, and their rows.
+        Only for the process that has locked the folder. begun: the round to begin at without a checkpoint.
+        """
+        saved, skipped = self.load()
+        for line in (*(f"{self.path}: {line}" for line in skipped), *self.notices()):
+            say(line)
+        self.tidy()
+        last = begun if saved is None else saved.round
+        if saved is not None and last > rounds:
+            raise InputError(f"{self.path} has {last} rounds already: Train.rounds={rounds} would undo some")
+        if saved is None and (self.path / "summary.json").is_file():
+            raise InputError(f"{self.path} is finished, but its checkpoints are gone: copy them again, or overwrite it")
+        if saved is None and self.metrics():
+            say(f"{self.path} has scores but no checkpoint: it is trained from the first round")
+        if skipped:  # their marks are of rows that are about to go
+            self._checkpoints.remove_after(last)
+        again = saved is not None and last < rounds and saved.note["finished"]  # its last stage comes later now
+        self.cut_metrics(last - again)
+        if last < rounds:
+            self.reopen()
+        return saved
 
     def cut_metrics(self, after: int) -> None:
         """Removes what was measured after round `after`: it will be measured again."""
@@ -246,12 +264,12 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any]:
         path = self.path / "summary.json"
-        if not os.path.lexists(path):
-            raise InputError(f"{self.path} has no summary yet: finish it with --resume")
         kinds = {"round": int, "method": str, "data": str, "metric": str, "parameters": dict}
         advice = f"write it again with perada train --out {shlex.quote(str(self.path))} --resume"
-        if self.manifest.state("summary.json") in ("changed", "stray"):
+        if self.manifest.state("summary.json") in ("changed", "stray"):  # also a link to itself, which does not exist
             raise Damaged(f"{path} is damaged: {advice}")
+        if not path.exists():
+            raise InputError(f"{self.path} has no summary yet: resume the run to finish it")
         summary = read_object(path, kinds, advice)
         try:
             Evaluation.read(summary)

@@ -15,7 +15,8 @@ from .files import digest_of, is_whole, read_object, sealed, write_atomic
 
 FORMAT = 2  # of run folders; 1 had no manifest, and clients by position
 METRICS = "metrics.jsonl"
-FILES = ("data.json", "backbone.safetensors", "summary.json")  # metrics.jsonl is added when the run is finished
+BACKBONE = "backbone.safetensors"
+FILES = ("data.json", BACKBONE, "summary.json")  # metrics.jsonl is added when the run is finished
 PATIENCE = 5  # times that a reader looks again, in case another process is writing
 State = Literal["whole", "changed", "missing", "stray", "unchecked"]
 
@@ -67,16 +68,16 @@ class Manifest:
 
     def state(self, name: str) -> State:
         """Returns whether a file is what was written; "unchecked" where nothing is known of it."""
-        found: State = "unchecked"
+        state: State = "unchecked"
         for _ in range(PATIENCE):
             known = self.read()
             if known is None or (name == METRICS and name not in known):
                 return "unchecked"
-            found = self._compare(name, known.get(name, [None]))
-            if found == "whole":
+            state = self._compare(name, known.get(name, [None]))
+            if state == "whole":
                 break
             time.sleep(0.02)
-        return found
+        return state
 
     def _compare(self, name: str, sums: list[str | None]) -> State:
         path = self.folder / name

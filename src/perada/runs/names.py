@@ -15,7 +15,8 @@ import torch
 from ..config import Config, resolve
 from ..config.settings import MACHINE, RESUMED, different, given
 from ..errors import InputError, Interrupted, RunError
-from .folder import RunFolder, locked
+from .files import locked
+from .folder import RunFolder
 
 
 def chosen_source(source: str | None, data: str | None) -> str:

@@ -16,7 +16,7 @@ from .files import jsonable, read_file, rows_in, write_atomic
 from .manifest import METRICS, Manifest
 
 KINDS = {"round": int}
-ADVICE = "copy it again, or delete it to continue without its rows"
+ADVICE = "copy the file again, or delete it to continue without its rows"
 Mark = Mapping[str, Any]  # bytes and sha256 of the first rows; empty where an older version wrote none
 
 
@@ -59,7 +59,11 @@ class Rows:
 
     def read(self, mark: Mark) -> list[dict[str, Any]]:
         """Returns the rows. mark: the newest checkpoint's; rows before it must be what was written."""
-        return rows_in(self._trusted(mark), self.path, KINDS)
+        return rows_in(self._trusted(mark), self.path, KINDS, self.advice(mark))
+
+    def advice(self, mark: Mark) -> str:
+        """Returns what to do about a damaged line; "" where rows have no checksum, so that it may be removed."""
+        return ADVICE if mark or self.manifest.state(METRICS) != "unchecked" else ""
 
     def _trusted(self, mark: Mark) -> bytes:
         """Returns the bytes that are what was written; Damaged if rows before the mark are not."""
@@ -71,11 +75,11 @@ class Rows:
             return data
         whole = data[: mark["bytes"]] if mark else b""
         if mark and mark_of(whole) != mark:
-            rows_in(data, self.path, KINDS)  # raises an error that names the line, if it can
+            rows_in(data, self.path, KINDS, ADVICE)  # raises an error that names the line, if it can
             raise Damaged(f"{self.path} is damaged: {ADVICE}")
         if self.manifest.state(METRICS) != "changed":
             return data
-        rows_in(data, self.path, KINDS)  # raises an error for a line between others
+        rows_in(data, self.path, KINDS, ADVICE)  # raises an error for a line between others
         return whole
 
     def problem(self, mark: Mark) -> str:
@@ -88,7 +92,9 @@ class Rows:
         except Damaged as error:
             return str(error)
         if state == "changed":
-            return f"{self.path}: the last row is not what was written, and not used: --resume measures it again"
+            return (
+                f"{self.path}: the last row is not what was written and is not used: resume the run to measure it again"
+            )
         return ""
 
     def cut(self, after: int, mark: Mark) -> None:

@@ -102,7 +102,7 @@ class Run:
     @cached_property
     def names(self) -> Federation:
         """The clients and classes, without images if the run folder has them."""
-        if self.data_given or "federation" in self.__dict__:
+        if "federation" in self.__dict__ or self.data_given:
             return self.federation
         return blank(self.folder.about(), device_of(self.config.run.device)) or self.federation
 
@@ -114,7 +114,7 @@ class Run:
         """Returns one row per client: its data and its personal model's scores."""
         rows = self.metrics
         if not rows:
-            raise InputError(f"{self.path} was not evaluated yet: finish it with --resume")
+            raise InputError(f"{self.path} was not evaluated yet: resume the run to finish it")
         last, sizes = rows[-1], self.folder.about().get("clients")
         if sizes is None:  # an older version did not write it
             sizes = {c.name: [len(c.train), len(c.val), len(c.test)] for c in self.federation.clients}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,11 @@ def train(
             config = resolve(source, overrides)
             path = Path(out) if out is not None else default_out(source, config)
             new = NewFolder(path, out is not None or overwrite, config, overwrite, stack)
-            experiment = build(config, backbone, say, federation, lambda inner: _pretrain(inner, new.made, callbacks))
+
+            def pretrain(inner: Experiment) -> None:
+                _pretrain(inner, new.made, callbacks, say)  # makes the folder only now
+
+            experiment = build(config, backbone, say, federation, pretrain)
             run, about = Run(new.made, config), {"source": made_from(source, config)}
         experiment.model.pool = pool
         _train(run, experiment, callbacks, about)
@@ -168,7 +173,8 @@ def _resume(
         refuse_other_source(folder, source, config, overrides)
     federation = federation or federation_of(config)
     folder.check_data(federation.facts())
-    experiment = build(config, folder.backbone, say, federation, lambda inner: _pretrain(inner, folder, callbacks))
+    pretrain = partial(_pretrain, folder=folder, callbacks=callbacks, say=say)
+    experiment = build(config, folder.backbone, say, federation, pretrain)
     more = _continue(experiment, folder, config, say)
     if not more and (path / "summary.json").is_file():
         say(f"{path} was finished already: nothing is left to train; a larger Train.rounds adds rounds")
@@ -187,29 +193,12 @@ def _continue(experiment: Experiment, folder: RunFolder, config: Config, say: Sa
     digest = experiment.public_digest
     if folder.about().get("public", digest) != digest:
         raise InputError(f"the public images are not those that {folder.path} was made with: give the old ones")
-    saved, skipped = folder.load()
-    for line in (*(f"{folder.path}: {line}" for line in skipped), *folder.notices()):
-        say(line)
-    folder.tidy()
+    saved = folder.resume(config.train.rounds, say, experiment.now.round)
     if saved is not None:
-        if saved.round > config.train.rounds:
-            rounds = config.train.rounds
-            raise InputError(f"{folder.path} has {saved.round} rounds already: Train.rounds={rounds} would undo some")
         experiment.restore(saved)
-    elif (folder.path / "summary.json").is_file():
-        raise InputError(f"{folder.path} is finished, but its checkpoints are gone: copy them again, or overwrite it")
-    elif folder.metrics():
-        say(f"{folder.path} has scores but no checkpoint: it is trained from the first round")
-    measured = experiment.now.round
-    more = measured < experiment.train.rounds
-    if more and experiment.now.finished:  # the last stage is undone, and that row was measured after it
-        measured -= 1
-    folder.cut_metrics(measured)
-    if more:
-        folder.reopen()
     if (text := config.toml().encode()) != read_file(folder.path / "config.toml"):
         write_atomic(folder.path / "config.toml", text)
-    return more
+    return experiment.now.round < experiment.train.rounds
 
 
 def _train(run: Run, experiment: Experiment, callbacks: Sequence[Callback], about: Mapping[str, Any] | None) -> None:
@@ -227,11 +216,11 @@ def _train(run: Run, experiment: Experiment, callbacks: Sequence[Callback], abou
         conclude(run, experiment, row)
 
 
-def _pretrain(inner: Experiment, folder: RunFolder, callbacks: Sequence[Callback]) -> None:
+def _pretrain(inner: Experiment, folder: RunFolder, callbacks: Sequence[Callback], say: Say) -> None:
     """Runs FedAvg pretraining as a run inside the run, so that it is saved and resumed like any other."""
     folder.write_json("data.json", inner.federation.facts())  # what a resumed run is checked against
     home = RunFolder(folder.path / "pretrain")
-    saved, _ = home.load()
+    saved = home.resume(inner.train.rounds, say)
     if saved is not None:
         inner.restore(saved)
     with resumable(folder.path):

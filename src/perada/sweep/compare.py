@@ -14,7 +14,7 @@ from ..errors import Diverged, InputError
 from ..experiment import Say
 from ..lanes import Pool
 from ..report import standings, write_report
-from ..runs.folder import write_atomic
+from ..runs.files import write_atomic
 from ..runs.names import whole_name
 from ..runs.run import Run, load
 from ..runs.train import train

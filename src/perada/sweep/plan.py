@@ -19,7 +19,8 @@ from ..errors import InputError, Interrupted, RunError
 from ..experiment import Say
 from ..lanes import Pool
 from ..methods import REGISTRY, check_name
-from ..runs.folder import RunFolder, locked, write_atomic
+from ..runs.files import locked, write_atomic
+from ..runs.folder import RunFolder
 from ..runs.moment import Evaluation
 from ..runs.names import chosen_source, free_path, newest_path, resumable, source_name, whole_name
 from ..runs.train import train_in

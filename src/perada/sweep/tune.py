@@ -18,7 +18,7 @@ from ..errors import Diverged, InputError
 from ..experiment import Say
 from ..lanes import Pool
 from ..methods import REGISTRY
-from ..runs.folder import read_rows, write_atomic
+from ..runs.files import read_rows, write_atomic
 from ..runs.names import whole_name
 from .plan import Plan, begun, check_all, choose_methods, validated
 from .workers import OnRun, Train, train_all
