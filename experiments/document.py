@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from perada.errors import InputError
-from perada.runs.folder import write_atomic
+from perada.runs.files import write_atomic
 
 from . import drawings, paper
 from .cells import MISSING, accepted, changed, number, pipes

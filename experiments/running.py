@@ -21,7 +21,8 @@ from perada.data import VALIDATION, Federation
 from perada.errors import InputError, Interrupted, RunError, unknown
 from perada.experiment import Say
 from perada.lanes import Pool
-from perada.runs.folder import RunFolder, locked, write_atomic
+from perada.runs.files import locked, write_atomic
+from perada.runs.folder import RunFolder
 from perada.runs.moment import Progress
 from perada.runs.names import resumable
 from perada.runs.run import load

@@ -83,3 +83,8 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(text: str | None) -> str:
+    """Returns words from outside as one short, printable line for a log."""
+    return printable(" ".join((text or "")[:1000].split()))[:200]

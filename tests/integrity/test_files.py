@@ -83,7 +83,7 @@ def test_a_pipe_in_place_of_a_file_never_blocks(
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_a_folder_in_place_of_a_file_is_one_line(run: Path, older: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_or_a_link_to_itself_is_one_line(run: Path, older: bool, capsys: pytest.CaptureFixture[str]) -> None:
     if older:
         as_older(run)
     for name in ("summary.json", "data.json", "metrics.jsonl"):
@@ -91,6 +91,9 @@ def test_a_folder_in_place_of_a_file_is_one_line(run: Path, older: bool, capsys:
         (run / name).mkdir()
         assert str(run / name) in refused(capsys, "report", run)
         (run / name).rmdir()
+        (run / name).symlink_to(run / name)
+        assert str(run / name) in refused(capsys, "report", run)
+        (run / name).unlink()
         (run / "aside").rename(run / name)
 
 

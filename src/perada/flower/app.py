@@ -29,7 +29,8 @@ from ..config import build
 from ..errors import InputError, RunError
 from ..experiment import Experiment
 from ..lanes.machine import device_of
-from ..runs.folder import RunFolder, locked
+from ..runs.files import locked
+from ..runs.folder import RunFolder
 from ..runs.moment import Checkpoint, Progress
 from ..runs.run import Run
 from ..runs.train import conclude, train_in

@@ -30,7 +30,7 @@ from ..lanes import State
 from ..lanes.machine import device_of
 from ..methods import Finisher, Judge
 from ..models import Backbone, backbone
-from ..runs.folder import write_atomic
+from ..runs.files import write_atomic
 from ..server.checks import Refused
 from .messages import UNDONE, Numbers, Reply, Request, digest, message, read_request, unpack
 from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id

@@ -18,13 +18,14 @@ from ..client.cohort import Report, Uploads
 from ..client.scores import Scores
 from ..errors import InputError, RunError
 from ..experiment import Experiment
+from ..inputs import one_line
 from ..lanes import State, stack
 from ..methods import Judge, expected_upload
 from ..runs.moment import Moment
 from ..server.checks import Refused, unlike_others
 from .checks import checked_upload, guard_losses, mean_loss, sample_count, why_not
 from .link import RESUME, Clock, Link
-from .messages import Numbers, Request, message, most_bytes, one_line, read_numbers, read_reply, read_request
+from .messages import Numbers, Request, message, most_bytes, read_numbers, read_reply, read_request
 from .quarantine import PAUSE
 from .records import Diary
 from .settings import Plan

@@ -11,10 +11,10 @@ from typing import Any, Self
 
 from ..config import toml_value
 from ..errors import InputError, RunError
-from ..inputs import printable
-from ..runs.folder import RunFolder, write_atomic
+from ..inputs import one_line, printable
+from ..runs.files import write_atomic
+from ..runs.folder import RunFolder
 from .address import Address, NoAnswer, probe
-from .messages import one_line
 from .processes import environment, program
 
 CALL_S = 60.0  # the longest that one of Flower's commands may take

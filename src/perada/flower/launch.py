@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from ..errors import InputError, RunError
-from ..runs.folder import locked, write_atomic
+from ..runs.files import locked, write_atomic
 from . import certs, guards
 from .address import Address, NoAnswer, check_free, check_plain, free_port, probe
 from .control import Control

@@ -14,9 +14,10 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from ..errors import RunError
+from ..inputs import one_line
 from ..server.checks import Refused
 from .bounds import Inbox
-from .messages import Reply, Request, one_line, read_reply, read_request
+from .messages import Reply, Request, read_reply, read_request
 from .settings import Rounds
 
 T = TypeVar("T")

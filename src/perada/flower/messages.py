@@ -17,7 +17,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from safetensors.torch import load, save
 from torch import Tensor
 
-from ..inputs import printable
 from ..lanes import State
 from ..server.checks import Refused, check_finite
 
@@ -25,11 +24,6 @@ STATE, FORMAT = "state", "safetensors"  # the name and the type of the one array
 UNDONE = re.compile(r"(\d{1,6}(,\d{1,6}){0,999})?")  # the field `undone` of a request
 MOST_ENTRIES, MOST_NUMBERS = 100, 1000  # of a record, and of a list in it
 Numbers = Mapping[str, float | list[float]]
-
-
-def one_line(text: str | None) -> str:
-    """Returns words from outside as one short, printable line for a log."""
-    return printable(" ".join((text or "")[:1000].split()))[:200]
 
 
 # Words

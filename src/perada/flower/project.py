@@ -22,8 +22,8 @@ from safetensors.torch import save
 from ..config import resolve, toml_value
 from ..data.digits import digits
 from ..errors import Damaged, InputError, unknown
-from ..runs.files import read_file
-from ..runs.folder import RunFolder, at_work, read_object, replaced, write_atomic
+from ..runs.files import at_work, read_file, read_object, replaced, write_atomic
+from ..runs.folder import RunFolder
 from .address import PORT, Address
 from .guards import COMPONENTS
 from .quarantine import Quarantine

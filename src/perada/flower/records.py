@@ -14,7 +14,8 @@ from ..config import resolve
 from ..config.settings import OF_SERVER, RULES, different
 from ..errors import Damaged, InputError
 from ..inputs import printable
-from ..runs.folder import RunFolder, read_object, write_atomic
+from ..runs.files import read_object, write_atomic
+from ..runs.folder import RunFolder
 from ..runs.moment import Checkpoint
 from .quarantine import Quarantine
 from .settings import MAX_ROUND, ServerSettings, checked_name

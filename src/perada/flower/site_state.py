@@ -30,8 +30,8 @@ from typing import Any
 
 from ..errors import InputError
 from ..lanes import State
-from ..runs.files import read_file
-from ..runs.folder import load_state, locked, read_states, replaced, save_state, write_atomic
+from ..runs.files import locked, read_file, replaced, write_atomic
+from ..runs.states import load_state, read_states, save_state
 from ..server.checks import Refused
 from .settings import MAX_ROUND, SiteSettings
 

@@ -17,32 +17,16 @@ from ..errors import Damaged, InputError
 from ..parts import is_part, sweep
 from .checkpoints import Checkpoints, round_of
 from .files import (
-    at_work,
     damaged_line,
     fits,
     is_number,
     jsonable,
-    locked,
     read_object,
-    replaced,
     write_atomic,
 )
 from .manifest import BACKBONE, METRICS, Manifest
 from .moment import SPLITS, Checkpoint, Evaluation
 from .rows import Mark, Rows
-from .states import load_state, read_states, save_state
-
-__all__ = [  # what perada.flower imports from here
-    "RunFolder",
-    "at_work",
-    "load_state",
-    "locked",
-    "read_object",
-    "read_states",
-    "replaced",
-    "save_state",
-    "write_atomic",
-]
 
 KEEP = 2  # checkpoints
 PARTS = {
@@ -268,7 +252,7 @@ class RunFolder:
         advice = f"write it again with perada train --out {shlex.quote(str(self.path))} --resume"
         if self.manifest.state("summary.json") in ("changed", "stray"):  # also a link to itself, which does not exist
             raise Damaged(f"{path} is damaged: {advice}")
-        if not path.exists():
+        if not os.path.lexists(path):
             raise InputError(f"{self.path} has no summary yet: resume the run to finish it")
         summary = read_object(path, kinds, advice)
         try:
