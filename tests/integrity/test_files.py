@@ -16,10 +16,10 @@ from small import adapters, as_older
 import perada
 from perada.cli import main as cli
 from perada.lanes import State
-from perada.parts import part_of, sweep
 from perada.runs.files import replaced, write_atomic
 from perada.runs.folder import RunFolder
 from perada.runs.moment import Checkpoint
+from perada.temporary import sweep, temporary_path
 
 from .damage import CLIENT, commands, edit, refused
 
@@ -183,7 +183,11 @@ def test_reading_while_a_run_is_saved_never_finds_damage(tmp_path: Path, monkeyp
 
 def test_temporary_files_of_others_stay(tmp_path: Path) -> None:
     """`replaced` works in folders that are not locked, and names can begin alike."""
-    theirs, live, dead = part_of(tmp_path / "a.safetensors"), part_of(tmp_path / "a"), part_of(tmp_path / "a")
+    theirs, live, dead = (
+        temporary_path(tmp_path / "a.safetensors"),
+        temporary_path(tmp_path / "a"),
+        temporary_path(tmp_path / "a"),
+    )
     for path in (theirs, live, dead):
         path.mkdir()
     for path in (theirs, dead):

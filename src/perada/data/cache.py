@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ..parts import part_of, sweep
+from ..temporary import sweep, temporary_path
 
 
 def cache_folder() -> Path | None:
@@ -26,7 +26,7 @@ def cache_folder() -> Path | None:
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Opens a file that gets its name when it is complete: a kill leaves only a temporary file, which nobody reads."""
     sweep(path.parent)
-    part = part_of(path)
+    part = temporary_path(path)
     try:
         with part.open("xb") as file:
             yield file

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from ..errors import InputError, RunError, unknown
 from ..inputs import user_path
-from ..parts import sweep
+from ..temporary import sweep
 
 Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, bytes in all (None: unknown)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Damaged, InputError
-from ..parts import sweep
+from ..temporary import sweep
 from .files import CHECKSUM, digest_of, fits, is_whole, read_file, read_object, replaced, sealed, write_atomic
 from .manifest import FORMAT, NewerFormat, check_format
 from .moment import Checkpoint, check_note

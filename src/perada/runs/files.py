@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import Damaged, InputError
 from ..inputs import opened
-from ..parts import is_part, part_of, sweep
+from ..temporary import is_temporary, sweep, temporary_path
 
 try:
     import fcntl
@@ -135,7 +135,7 @@ def rows_in(data: bytes, path: Path, kinds: Kinds, advice: str = "") -> list[dic
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Writes a file so that a kill leaves the old one or the new one, never a part. The old one's mode is kept."""
-    part = part_of(path)
+    part = temporary_path(path)
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
     try:
         with open(handle, "wb") as f:
@@ -172,8 +172,8 @@ def sync_folder(path: Path) -> None:
 @contextmanager
 def replaced(target: Path, mode: int = 0o777) -> Iterator[Path]:
     """Yields a temporary folder to fill, which then takes the place of `target` in one step."""
-    sweep(target.parent, lambda name: is_part(name, target.name))  # idle ones: the folder may not be locked
-    part, old = part_of(target), target.with_name(f".{target.name}.old")
+    sweep(target.parent, lambda name: is_temporary(name, target.name))  # idle ones: the folder may not be locked
+    part, old = temporary_path(target), target.with_name(f".{target.name}.old")
     part.mkdir(parents=True, mode=mode)
     try:
         yield part

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import Damaged, InputError
-from ..parts import is_part, sweep
+from ..temporary import is_temporary, sweep
 from .checkpoints import Checkpoints, round_of
 from .files import (
     damaged_line,
@@ -92,7 +92,7 @@ class RunFolder:
             raise InputError(
                 f"{path} exists: resume it, overwrite it or choose another folder (--resume, --overwrite, --out)"
             )
-        if {n for n in names if not is_part(n)} - PARTS:  # a kill leaves such a part
+        if {n for n in names if not is_temporary(n)} - PARTS:  # a kill leaves such a part
             raise InputError(f"{path} holds more than a run, so it is not overwritten: choose another --out")
 
     @classmethod
