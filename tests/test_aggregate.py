@@ -222,7 +222,7 @@ def test_samples_count_at_most_twice_the_median_where_uploads_are_clipped() -> N
     assert Rule().weights([10.0, 20.0, 1e6]) == [10.0, 20.0, 1e6]
     assert NORM.weights(None) is None
     for kind in ("trimmed_mean", "median"):
-        with pytest.raises(InputError, match=rf"Train.aggregate={kind} takes all clients alike"):
+        with pytest.raises(InputError, match=rf"Train.aggregate={kind} counts all clients alike"):
             Train(aggregate=kind, weighting="samples")
     with pytest.raises(InputError, match=r"Train.trim must be below 0\.5"):
         Train(trim=0.5)

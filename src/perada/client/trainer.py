@@ -41,10 +41,10 @@ class Train:
         least = {"rounds": 1, "cohort": 0, "epochs": 1, "momentum": 0, "weight_decay": 0, "clip": 0}
         check_fields(self, {**least, "trim": 0}, positive=("lr",))
         if self.trim >= 0.5:
-            raise InputError(f"Train.trim must be below 0.5, which is each end's half, not {self.trim}")
+            raise InputError(f"Train.trim must be below 0.5, because it counts at both ends, not {self.trim}")
         if self.weighting == "samples" and self.aggregate in ("trimmed_mean", "median"):
             raise InputError(
-                f"Train.aggregate={self.aggregate} takes all clients alike: set Train.weighting to uniform, or "
+                f"Train.aggregate={self.aggregate} counts all clients alike: set Train.weighting to uniform, or "
                 "Train.aggregate to norm_clip"
             )
         if self.batch < 2:
