@@ -19,7 +19,8 @@ from small import SMALL
 from perada.data import Federation
 from perada.methods import REGISTRY, grids, method_sizes
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 
 
 def blocks(document: str, language: str) -> list[str]:
@@ -167,3 +168,28 @@ def test_the_grids_are_the_papers() -> None:
     assert grids("fedprox") == {"mu": (0.1, 1.0)}
     assert np.allclose(grids("apfl")["alpha"], (0.1, 0.3, 0.5, 0.7))
     assert {n for n in REGISTRY if grids(n)} == lam | {"fedprox", "apfl"}
+
+
+def selected(command: str) -> list[str]:
+    """Returns the test functions that a pytest command of the documents names, by their files and `-k`."""
+    paths, _, words = command.removeprefix("pytest ").partition(" -k ")
+    files = [f for p in paths.split() for f in ([ROOT / p] if (ROOT / p).is_file() else (ROOT / p).rglob("test_*.py"))]
+    wanted = [w for w in words.strip('"').split() if w != "or"] or [""]
+    tests = [n for f in files for n in re.findall(r"^def (test_\w+)", f.read_text("utf8"), re.MULTILINE)]
+    assert all(any(w in name for name in tests) for w in wanted), f"{command}: a word of -k names no test"
+    return [n for n in tests if any(w in n for w in wanted)]
+
+
+def test_every_command_of_the_reliability_table_names_tests_that_exist() -> None:
+    rows = [line for line in (DOCS / "reliability.md").read_text("utf8").splitlines() if line.startswith("| ")][2:]
+    commands = [re.findall(r"`([^`]+)`", row)[-1] for row in rows]
+    assert len(commands) > 30
+    targets = (ROOT / "Makefile").read_text("utf8")
+    for command in commands:
+        kind, _, what = command.partition(" ")
+        if kind == "pytest":
+            assert selected(command), command
+        elif kind == "make":
+            assert f"\n{what}:" in targets, command
+        else:
+            assert (ROOT / what.split()[0]).is_file(), command
