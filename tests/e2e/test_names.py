@@ -12,6 +12,7 @@ from own_images import words
 from PIL import Image
 
 from perada.callbacks import Callback
+from perada.cli import console
 from perada.cli import main as cli
 from perada.cli.watch import Watch
 from perada.runs.moment import Progress
@@ -38,13 +39,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_names_on_a_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_on_a_terminal(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for text in (said(capsys, "evaluate", str(run)), said(capsys, "partition", "--data", str(run.parent / "mine.npz"))):
         harmless(text)
         for name in SHOWN:
             assert name in text
-    Image.new("L", (8, 8)).save(run.parent / f"{ESCAPE}.png")
-    text = said(capsys, "predict", str(run), "--client", ESCAPE, str(run.parent / f"{ESCAPE}.png"))
+    monkeypatch.setattr(console.out, "_width", 100)  # a narrow window, and a long path
+    deep = run.parent / ("long" * 20)
+    deep.mkdir()
+    Image.new("L", (8, 8)).save(deep / f"{ESCAPE}.png")
+    text = said(capsys, "predict", str(run), "--client", ESCAPE, str(deep / f"{ESCAPE}.png"))
     harmless(text)
     assert "[bold]cat[/]" in text
     assert "doga\\x1b[2Jb" in text

@@ -120,6 +120,7 @@ def catalogue(entries: Sequence[Entry], home: Path) -> Table:
 def predictions(images: Sequence[Mapping[str, Any]]) -> Table:
     """Returns the most probable classes of each image, or all labels of multi-label data."""
     table = house_table(None, "image", "prediction")
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"  # a long path leaves the prediction whole
     for one in images:
         best = list(one["probabilities"].items())[: None if one["multilabel"] else 3]
         table.add_row(one["image"], ", ".join(f"{name} {p:.1%}" for name, p in best))
