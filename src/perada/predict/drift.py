@@ -35,10 +35,10 @@ class Drift:
     """The `[drift]` section: how a client notices drift. Training does not depend on it."""
 
     window: int = 32  # unlabelled images that are judged together
-    threshold: float = 2.5  # z above which a window has drifted
+    threshold: float = 3.0  # z above which a window has drifted
     prior: Literal["uniform", "public", "shared"] = "uniform"  # where g comes from: docs/drift.md says what is sent
     mix: float = 0.6  # a, the global model's part, where few validation images say otherwise
-    strength: float = 1.0  # how strongly a and τ are pulled towards `mix` and 1
+    strength: float = 0.3  # how strongly a and τ are pulled towards `mix` and 1
     multilabel: bool = False  # whether multi-label data get it too, where it did not help
 
     def __post_init__(self) -> None:

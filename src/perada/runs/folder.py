@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -24,7 +25,7 @@ from .files import (
     read_object,
     write_atomic,
 )
-from .manifest import BACKBONE, METRICS, Manifest
+from .manifest import BACKBONE, DRIFT, METRICS, Manifest
 from .moment import SPLITS, Checkpoint, Evaluation
 from .rows import Mark, Rows
 
@@ -35,6 +36,7 @@ PARTS = {
     "config.toml",
     METRICS,
     "summary.json",
+    DRIFT,
     "report.html",
     BACKBONE,
     "checkpoints",
@@ -208,9 +210,10 @@ class RunFolder:
         self.write_json("summary.json", summary)
 
     def reopen(self) -> None:
-        """Removes the summary of fewer rounds; it is written again at the end."""
-        if (self.path / "summary.json").exists():
-            self.manifest.remove("summary.json")
+        """Removes the summary and the calibrations of fewer rounds; they are written again at the end."""
+        for name in ("summary.json", DRIFT):
+            if (self.path / name).exists():
+                self.manifest.remove(name)
 
     def about(self) -> dict[str, Any]:
         """Returns what data.json says about the data and the run's preset or file; empty without it."""
@@ -279,6 +282,13 @@ class RunFolder:
         """Returns the round of the newest checkpoint, by its name alone."""
         paths = self._checkpoints.listed()
         return round_of(paths[-1]) if paths else None
+
+    def checkpoint_digest(self, round: int) -> str:
+        """Returns a checksum of all files of the newest checkpoint; empty if that is of another round."""
+        note = self._checkpoints.newest_note()
+        if note is None or note.content["round"] != round:
+            return ""
+        return hashlib.sha256(json.dumps(note.content["sha256"], sort_keys=True).encode()).hexdigest()
 
     def load(self, round: int | None = None) -> tuple[Checkpoint | None, list[str]]:
         """Returns the newest whole checkpoint, and a line about each damaged one that was skipped.
