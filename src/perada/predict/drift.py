@@ -9,14 +9,14 @@ for everybody's. From these come, for an image x:
 
 Home predicts softmax(b + log P/g). If z is above the threshold, the share π of home images in the window is the most
 likely one, and each image is mixed by r = π e^s / (π e^s + 1 − π): `r·softmax(b + log P/g) + (1 − r)·softmax(b)`.
-Multi-label data have a Bernoulli per label instead of one softmax.
+Where a client has few validation images, home is softmax(v). Multi-label data have a Bernoulli per label instead of one softmax.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -27,6 +27,7 @@ from ..errors import InputError
 from ..fields import check_fields
 
 HALVINGS = 50  # steps of the search for the share of home images
+FEW = 6  # validation images below which home is the personal model alone: they say too little about a and τ
 LEAST_PRIOR = 1e-9  # of a class, where a model that is sure has given it none
 
 
@@ -123,10 +124,22 @@ def balanced(by: Calibration, v: Tensor, w: Tensor) -> Tensor:
     """
     v, w, ratio = v.double(), w.double(), by.ratio.to(v.device)
     personal, shared = v - ratio, w / by.temperature
-    mixed = (1 - by.mix) * personal + by.mix * shared
+    both = (1 - by.mix) * personal + by.mix * shared
     bad_v, bad_w = ~v.isfinite().all(-1, keepdim=True), ~w.isfinite().all(-1, keepdim=True)
-    scores = torch.where(bad_w, personal, torch.where(bad_v, shared, mixed))
+    scores = torch.where(bad_w, personal, torch.where(bad_v, shared, both))
     return scores if by.multilabel else scores.log_softmax(-1)
+
+
+def at_home(by: Calibration, v: Tensor, w: Tensor) -> Tensor:
+    """Returns the probabilities `[n, classes]` that a client predicts at home."""
+    sure = by if by.images >= FEW else replace(by, mix=0.0)
+    scores = balanced(sure, v, w) + by.ratio.to(v.device)
+    return scores.sigmoid() if by.multilabel else scores.softmax(-1)
+
+
+def everywhere(by: Calibration, b: Tensor) -> Tensor:
+    """Returns the probabilities of balanced scores: what a client predicts where nothing is at home."""
+    return b.sigmoid() if by.multilabel else b.softmax(-1)
 
 
 def likeness(by: Calibration, b: Tensor) -> Tensor:
@@ -187,14 +200,8 @@ def judged(by: Calibration, s: Tensor, threshold: float) -> Verdict:
     return Verdict(z, home_share(s), z > threshold)
 
 
-def mixed(by: Calibration, b: Tensor, s: Tensor, share: Tensor) -> Tensor:
+def mixed(home: Tensor, abroad: Tensor, s: Tensor, share: Tensor) -> Tensor:
     """Returns the probabilities `[n, classes]` of images in windows with these shares of home images, `[n]`."""
-    ratio = by.ratio.to(b.device)
-    home, abroad = b + ratio, b
-    if by.multilabel:
-        home, abroad = home.sigmoid(), abroad.sigmoid()
-    else:
-        home, abroad = home.softmax(-1), abroad.softmax(-1)
     gate = torch.sigmoid(share.logit() + s)
     gate = torch.where(share >= 1, 1.0, torch.where(share <= 0, 0.0, gate)).unsqueeze(-1)
     return gate * home + (1 - gate) * abroad
@@ -228,4 +235,4 @@ def answer(by: Calibration, v: Tensor, w: Tensor, options: Drift, size: int = 0)
     s = likeness(by, b)
     rows, at = (t.to(s.device) for t in windows_of(len(s), size or options.window))
     verdict = judged(by, s[rows], options.threshold)
-    return Answer(mixed(by, b, s, verdict.used[at]), s, verdict)
+    return Answer(mixed(at_home(by, v, w), everywhere(by, b), s, verdict.used[at]), s, verdict)

@@ -18,7 +18,7 @@ from ..client.scores import logits_of
 from ..data import Federation, read_image
 from ..errors import InputError, RunError
 from ..lanes import LaneModel, State, stack
-from .drift import Calibration, Drift, Verdict, answer, balanced, judged, likeness, mixed
+from .drift import Calibration, Drift, Verdict, answer, at_home, balanced, everywhere, judged, likeness, mixed
 
 Images = Tensor | str | Path | Sequence[str | Path]
 
@@ -76,8 +76,8 @@ class Check:
         name = max(self.mix, key=lambda n: self.mix[n] - self.home[n])
         change = f"{name!r} is {self.mix[name]:.0%} of them, and {self.home[name]:.0%} at home"
         return (
-            f"These {self.images} images do not look like those of {self.client}: about {self.share:.0%} are as at home; "
-            f"{change}. Check where they come from, predict them with --drift, and have some of them labelled."
+            f"These {self.images} images do not look like those of {self.client}: about {self.share:.0%} are as at "
+            f"home; {change}. Check where they come from, predict them with --drift, and have some of them labelled."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -155,12 +155,12 @@ class Stream:
         """Returns the predictions of the next images, of their logits `[n, classes]`."""
         by, options = self.predictor.calibration, self.predictor.options
         b = balanced(by, v, w)
-        s, parts = likeness(by, b), list[Answers]()
+        home, abroad, s, parts = at_home(by, v, w), everywhere(by, b), likeness(by, b), list[Answers]()
         for rows in torch.split(torch.arange(len(s)), options.window):
             self._recent.extend(s[rows].tolist())
             verdict = judged(by, torch.tensor([list(self._recent)], dtype=s.dtype, device=s.device), options.threshold)
             at = torch.zeros(len(rows), dtype=torch.int64, device=s.device)
-            parts.append(Answers.of(mixed(by, b[rows], s[rows], verdict.used[at]), verdict, at))
+            parts.append(Answers.of(mixed(home[rows], abroad[rows], s[rows], verdict.used[at]), verdict, at))
         return Answers(*(torch.cat([getattr(p, n) for p in parts]) for n in ("probabilities", "z", "share", "drifted")))
 
     def over(self, images: Iterable[Images]) -> Iterator[Answers]:

@@ -1,7 +1,7 @@
 """What a report says about a run, read from its folder once."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -11,6 +11,7 @@ from ..data import Federation
 from ..errors import Damaged, InputError
 from ..methods import method_sizes
 from ..models import count_groups
+from ..predict.scores import DriftScores
 from ..runs.moment import Evaluation
 from ..runs.run import Run
 
@@ -70,6 +71,12 @@ def distillations(last: Evaluation | None, rows: Sequence[Evaluation]) -> tuple[
     if last.distilled + diverged > last.round:  # an older version counted those that diverged
         return last.distilled, last.distilled - diverged
     return last.distilled + diverged, last.distilled
+
+
+def drift_of(summary: Mapping[str, Any]) -> DriftScores | None:
+    """Returns the scores of a summary's predictions that notice drift; None without any."""
+    written = summary.get("drift")
+    return None if written is None else DriftScores.read(written)
 
 
 def mishaps(rows: Sequence[Evaluation]) -> list[str]:

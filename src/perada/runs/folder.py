@@ -15,6 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import Damaged, InputError
+from ..predict.scores import DriftScores
 from ..temporary import is_temporary, sweep
 from .checkpoints import Checkpoints, round_of
 from .files import (
@@ -260,6 +261,8 @@ class RunFolder:
         summary = read_object(path, kinds, advice)
         try:
             Evaluation.read(summary)
+            if "drift" in summary:
+                DriftScores.read(summary["drift"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Damaged(f"{path} is damaged: {advice}") from error
         numbers = [*summary["parameters"].values(), summary.get("cohort", 1), summary.get("threads", 1)]

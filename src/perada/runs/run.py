@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..client.scores import Scores, all_scores_on, personal_scores, scores_on
 from ..config import Config, build, federation_of, resolve
 from ..config.objects import public_of
-from ..config.settings import given
+from ..config.settings import Settings, given
 from ..data import GIVEN, SEVERITIES, Federation, blank, data_home, named_sets, place_of
 from ..data.source import Pixels
 from ..errors import InputError, unknown
@@ -258,6 +258,7 @@ def load(
     path: str | Path,
     *,
     data: str | Path | None = None,
+    set: Settings | None = None,
     device: str = "auto",
     say: Say = warn,
     model: nn.Module | None = None,
@@ -265,12 +266,13 @@ def load(
 ) -> Run:
     """Opens a run folder, on this machine's device.
 
-    data: where your own images are now, if they moved.
+    data: where your own images are now, if they moved. set: other settings for its predictions, such as
+    `{"drift.window": 8}`.
     model, federation: those of a run made from Python objects, which the folder cannot hold.
     """
     not_empty("--data", data)
     folder = RunFolder.open(Path(path))
-    config = resolve(str(folder.path / "config.toml"), given(data=data, device=device))
+    config = resolve(str(folder.path / "config.toml"), given(set, data=data, device=device))
     for line in folder.notices():
         say(line)
     return Run(folder, config, say, data is not None, model, federation)

@@ -308,7 +308,7 @@ def ignore(logits: Sequence[Tensor], targets: Tensor) -> None:
 
 
 def _drift_judge(run: Run, experiment: Experiment) -> DriftScorer | None:
-    """Writes drift.json; returns what has scored the clients with it. None where there is nothing to notice drift by."""
+    """Writes drift.json; returns what has scored the clients with it. None where drift cannot be noticed."""
     federation, options = experiment.federation, experiment.drift
     if not isinstance(experiment.cohort, LocalCohort) or (federation.multilabel and not options.multilabel):
         return None
