@@ -80,7 +80,9 @@ def test_calibrations_are_written_at_the_end_and_come_out_the_same_later(copy: P
 
 def test_predictions_need_no_data_once_they_are_calibrated(home: Path, pictures: dict[str, Path]) -> None:
     run = opened(home)
-    run.config = dataclasses.replace(run.config, data=dataclasses.replace(run.config.data, name="cifar10", root="/none"))
+    run.config = dataclasses.replace(
+        run.config, data=dataclasses.replace(run.config.data, name="cifar10", root="/none")
+    )
     predictions = run.predict("client-00", sorted(pictures["home"].iterdir())[:3], drift=True)
     assert [set(p) for p in predictions] == [
         {"image", "client", "multilabel", "probabilities", "drift", "z", "home_share"}
@@ -287,9 +289,7 @@ def test_wrong_settings_are_one_line(
     assert why in capsys.readouterr().err
 
 
-def test_a_folder_without_images_is_one_line(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_images_is_one_line(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert cli.main(["drift", str(home), "--client", "client-00", str(tmp_path / "empty")]) == 2
     assert "holds no images" in capsys.readouterr().err
@@ -322,5 +322,7 @@ def test_multilabel_data_are_left_alone_unless_asked_for(tmp_path: Path) -> None
     with pytest.raises(InputError, match=r"off for multi-label data"):
         run.drift_scores()
     asked = perada.Drift(multilabel=True)
-    run = perada.Experiment(net, fed, perada.methods.Ditto(), train=train, drift=asked, device="cpu").run(tmp_path / "b")
+    run = perada.Experiment(net, fed, perada.methods.Ditto(), train=train, drift=asked, device="cpu").run(
+        tmp_path / "b"
+    )
     assert run.summary["drift"]["aware"]["local_test"]["mean"] is not None

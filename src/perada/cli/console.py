@@ -30,7 +30,6 @@ class PlainConsole(Console):
 out = PlainConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
 err = PlainConsole(stderr=True)
 INTERRUPTED = 130
-DRIFTED = 3  # exit code of `perada drift`
 SAID = 256 + INTERRUPTED  # an interrupt after which the command that resumes was printed; only used inside
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 

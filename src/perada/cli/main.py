@@ -32,8 +32,9 @@ from ..runs.train import train
 from ..sweep.compare import compare
 from ..sweep.tune import tune
 from . import tables
-from .console import DRIFTED, INTERRUPTED, SAID, AsJson, say, show, tell
+from .console import INTERRUPTED, SAID, AsJson, say, show, tell
 from .data import app as data_app
+from .drift import Aware, DriftSets, predicting, report_drift
 from .watch import watched
 
 typer.core.HAS_RICH = False  # the help is plain; typer 0.20, which flwr needs, would write "\[required]" in it
@@ -68,21 +69,6 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 NewDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda; default auto")]
 Lanes = Annotated[str | None, typer.Option(metavar="auto | N", help="most lanes at once; auto: as many as fit")]
 DataPath = Annotated[str | None, typer.Option("--data", metavar="PATH", help=DATA_HELP)]
-
-
-Aware = Annotated[bool, typer.Option("--drift", help="notice drift, by the settings of [drift]")]
-DriftSets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="drift.KEY=VALUE", help="a setting of [drift], repeatable")
-]
-
-
-def _predicting(sets: Sequence[str] | None) -> dict[str, Any]:
-    """Returns the settings of predictions; refuses those that belong to a training."""
-    found = dict(parse_setting(s) for s in sets or [])
-    for key in found:
-        if not key.startswith("drift."):
-            raise InputError(f"--set {key}: a trained run takes settings of [drift] only")
-    return found
 
 
 def _overrides(sets: Sequence[str] | None, lanes: str | None = None, data: str | None = None) -> dict[str, Any]:
@@ -220,7 +206,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Test every client's personal model. With --drift also when it notices drift, by default on `mixed` too."""
-    opened = load(run, data=data, set=_predicting(sets), device=device, say=say)
+    opened = load(run, data=data, set=predicting(sets), device=device, say=say)
     names = [s.strip() for s in (on or ("local,global,mixed" if drift else "local,global")).split(",") if s.strip()]
     if not names:
         raise InputError("--on: name at least one test set, such as local,global")
@@ -246,7 +232,7 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Predict what images show, with one client's personal model."""
-    opened = load(run, data=data, set=_predicting(sets), device=device, say=say)
+    opened = load(run, data=data, set=predicting(sets), device=device, say=say)
     predictions = opened.predict(client, images, drift)
     show(as_json, predictions, tables.predictions(predictions))
 
@@ -263,10 +249,8 @@ def drift_command(
 ) -> None:
     """Say whether images look like a client's own. The exit code is 0 if they do, and 3 if they have drifted."""
     files = pictures_in(images)
-    found = load(run, data=data, set=_predicting(sets), device=device, say=say).predictor(client).check(files)
-    show(as_json, found.as_dict(), tables.drift_check(found), found.sentence)
-    if found.drifted:
-        raise typer.Exit(DRIFTED)
+    opened = load(run, data=data, set=predicting(sets), device=device, say=say)
+    report_drift(opened.predictor(client).check(files), as_json)
 
 
 @app.command()
