@@ -326,3 +326,34 @@ def test_multilabel_data_are_left_alone_unless_asked_for(tmp_path: Path) -> None
         tmp_path / "b"
     )
     assert run.summary["drift"]["aware"]["local_test"]["mean"] is not None
+
+
+def test_the_report_shows_drift_per_client(home: Path, tmp_path: Path) -> None:
+    """Local, Global and mixed with and without, for every client; and s at home and abroad."""
+    cli.main(["report", str(home), "--out", str(tmp_path / "page.html")])
+    page, summary = (tmp_path / "page.html").read_text("utf8"), opened(home).summary["drift"]
+    section = page.split("<h2>Noticing drift</h2>")[1].split("</section>")[0]
+    for title in ("Local-test", "Global-test", "Mixed", "own test images", "standard deviations from home"):
+        assert title in section
+    for part in ("alone", "aware"):
+        for split in ("local_test", "global_test", "mixed"):
+            for client, value in summary[part][split]["per_client"].items():
+                row = section.split(f'<th scope="row">{client}</th>')[1].split("</tr>")[0]
+                assert ("n/a" if value is None else f"{value:.2f}") in row
+    assert sum(summary["picture"]["home"]) == sum(len(c.test) for c in opened(home).federation.clients)
+    assert str(home) not in page
+
+
+def test_the_table_has_a_row_that_notices_drift(home: Path) -> None:
+    from rich.console import Console
+
+    from perada.cli import tables
+
+    run = opened(home)
+    console = Console(width=160, record=True)
+    console.print(tables.results([run]))
+    text = console.export_text()
+    row = next(line for line in text.splitlines() if line.startswith("  + drift"))
+    for split in ("local_test", "global_test"):
+        assert f"{run.summary['drift']['aware'][split]['mean']:.2f}" in row
+    assert "windows of 8 images" in text

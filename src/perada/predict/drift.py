@@ -9,7 +9,7 @@ for everybody's. From these come, for an image x:
 
 Home predicts softmax(b + log P/g). If z is above the threshold, the share π of home images in the window is the most
 likely one, and each image is mixed by r = π e^s / (π e^s + 1 − π): `r·softmax(b + log P/g) + (1 − r)·softmax(b)`.
-Where a client has few validation images, home is softmax(v). Multi-label data have a Bernoulli per label, not a softmax.
+With few validation images, home is softmax(v). Multi-label data have a Bernoulli per label, not a softmax.
 """
 
 from __future__ import annotations

@@ -111,6 +111,7 @@ class Facts:
         self.data = str(summary.get("data") or run.config.data.name)
         auc = summary["metric"] == "auc" if "metric" in summary else holdings and run.federation.multilabel
         self.unit = "AUC" if auc else "accuracy"
+        self.drift = drift_of(summary) if self.finished else None
         self.sizes = _sizes(run, dict(summary.get("parameters", {})), holdings)
         environment = {f"{k} version": str(v) for k, v in summary.get("versions", {}).items()}
         environment |= {k: str(summary[k]) for k in ("device", "threads") if k in summary}
