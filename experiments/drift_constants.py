@@ -55,7 +55,7 @@ def clients_of(run: Run) -> Iterator[Client]:
             abroad = draw.permutation(np.setdiff1d(np.arange(len(targets)), own))
             both = draw.permutation(np.concatenate([home, abroad[: len(home)]]))
             home = draw.permutation(home)
-            yield Client(start, *((v[k, i], w[0, i], targets[i]) for i in (own, home, abroad, both)))  # type: ignore[arg-type]
+            yield Client(start, *((v[k, i], w[0, i], targets[i]) for i in (own, home, abroad, both)))
 
 
 def measured(clients: Sequence[Client], options: Drift, windows: Sequence[int] = WINDOWS) -> dict[str, dict[str, Any]]:
@@ -85,7 +85,10 @@ def personal_home(clients: Sequence[Client]) -> float:
 
 def candidates() -> list[Drift]:
     """Returns all candidates, the pilot's constants first."""
-    several = [replace(PILOT, **dict(zip(GRID, values, strict=True))) for values in itertools.product(*GRID.values())]
+    several = [
+        replace(PILOT, threshold=threshold, mix=mix, strength=strength)
+        for threshold, mix, strength in itertools.product(*GRID.values())
+    ]
     return [PILOT, *(one for one in several if one != PILOT)]
 
 
@@ -97,7 +100,7 @@ def chosen(rows: Sequence[tuple[Drift, dict[str, dict[str, Any]]]], alone: float
     """Returns the constants that items 4 and 5 of the rule choose; the first row has the pilot's."""
 
     def most(found: dict[str, dict[str, Any]]) -> float:
-        return max(row["alarms"] for row in found.values())
+        return max(float(row["alarms"]) for row in found.values())
 
     fit = [
         (options, found)

@@ -116,7 +116,7 @@ def test_evaluation_predicts_windows_of_a_random_order(home: Path) -> None:
     data = run.federation
     judge = scorer(run.experiment, data, run.calibrations)
     ends = np.cumsum([0, *(len(c.test) for c in data.clients)])
-    rows = {name: judge._rows(name) for name in ("local", "global", "mixed")}
+    rows = {name: judge.rows(name) for name in ("local", "global", "mixed")}
     for k in range(len(data.clients)):
         own = np.arange(ends[k], ends[k + 1])
         assert sorted(rows["local"][k]) == own.tolist()

@@ -73,7 +73,7 @@ class DriftScorer:
         v, w = (logits_on(self.model, lanes, data, data.test) for lanes in (self.personal, self.shared))
         targets = data.labels(data.test)
         for name in names:
-            said = self.see(NAMES.get(name, name), v, w[0], targets, self._rows(name))
+            said = self.see(NAMES.get(name, name), v, w[0], targets, self.rows(name))
             if name != "mixed":
                 self.picture["home" if name == "local" else "abroad"] = self._histogram(said)
 
@@ -102,10 +102,10 @@ class DriftScorer:
 
     def result(self) -> DriftScores:
         """Returns the scores so far."""
-        both = ({n: mean_scores(self.federation, s) for n, s in of.items()} for of in (self.alone, self.aware))
-        return DriftScores(self.options.window, *both, self.picture, self.alarms)
+        alone, aware = ({n: mean_scores(self.federation, s) for n, s in of.items()} for of in (self.alone, self.aware))
+        return DriftScores(self.options.window, alone, aware, self.picture, self.alarms)
 
-    def _rows(self, name: str) -> list[Indices]:
+    def rows(self, name: str) -> list[Indices]:
         """Returns the images of each client in a test set, as numbers in Global-test, in the order they come."""
         rows, end = [], 0
         for client in self.federation.clients:

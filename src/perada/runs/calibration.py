@@ -13,7 +13,8 @@ from ..predict.calibrate import calibrations, everyones_prior
 from ..predict.drift import Calibration, Drift
 from ..predict.scores import DriftScorer
 from .files import read_object
-from .folder import DRIFT, RunFolder
+from .folder import RunFolder
+from .manifest import DRIFT
 
 MADE_WITH = ("prior", "mix", "strength")  # the options that a calibration depends on
 ADVICE = "delete it, and it is made again from the clients' data"

@@ -175,7 +175,7 @@ class Run:
         out = personal_scores(model, lanes, data, plain) if plain else {}
         for name in names:
             if name not in plain:
-                out[name] = scores_on(model, lanes, data, self._named(data, name, progress))
+                out[name] = scores_on(model, lanes, data, self.test_sets(data, name, progress))
         return {key: out[key] for key in (OWN.get(name, name) for name in names)}
 
     @cached_property
@@ -212,7 +212,7 @@ class Run:
         for name in names:
             if name not in OWN_SETS:
                 see = partial(judge.see_all, name)
-                all_scores_on(self.experiment.model, lanes, data, self._named(data, name, progress), see)
+                all_scores_on(self.experiment.model, lanes, data, self.test_sets(data, name, progress), see)
         found = judge.result()
         order = [NAMES.get(name, name) for name in names]
         return replace(found, alone={n: found.alone[n] for n in order}, aware={n: found.aware[n] for n in order})
@@ -222,8 +222,8 @@ class Run:
         by_name = {c.name: c for c in data.clients}
         return replace(data, clients=tuple(by_name[name] for name in self.clients))
 
-    def _named(
-        self, data: Federation, name: str, progress: Callable[[int, int], None] | None
+    def test_sets(
+        self, data: Federation, name: str, progress: Callable[[int, int], None] | None = None
     ) -> Iterator[tuple[Pixels, Tensor]]:
         """Returns a test set of `data.named_sets`."""
         official = name.partition(":")[0]
