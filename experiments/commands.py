@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +15,13 @@ from perada.cli.console import AsJson, out, print_json, say, show, tell
 from perada.cli.tables import house_table
 from perada.cli.watch import watched
 from perada.errors import InputError
+from perada.runs.files import write_output
 from perada.runs.names import not_empty
+from perada.runs.run import load
 
 from .document import over_seeds, variants_of, write_document
+from .drift import document, protocol, read
+from .drift_constants import constants
 from .overview import corrections, overview, words
 from .plans import experiments
 from .results import METRICS, Result, value
@@ -70,6 +75,8 @@ def _command(name: str) -> Callable[..., None]:
         place = Place(out_dir, results, data, None if weights is None else str(weights), device)
         with watched() as watch:
             state = run_experiment(experiments()[name], place, clock, together, some, watch.run, watch.round, say)
+        if name == "drift" and not clock.stopped:
+            _measured([out_dir / name / run for run in state.found], results, data, device)
         stands = overview(experiments()[name], results, out_dir, corrections(results))
         chosen = _settled(name, results)
         if as_json:
@@ -138,6 +145,53 @@ def _settled(name: str, results: Path) -> dict[str, Any] | None:
 
 for _name in NAMES:
     app.command(_name)(_command(_name))
+
+
+def _measured(folders: Sequence[Path], results: Path, data: str | None, device: str | None) -> None:
+    """Measures by the protocol of drift the run folders that are there and were not measured since they changed."""
+    known = {(one["run"], one["checkpoint"]) for one in read(results)}
+    for folder in folders:
+        if not (folder / "summary.json").is_file():
+            say(f"{folder} is not here: it is not measured")
+            continue
+        run = load(folder, device=device or "auto", data=data, say=say)
+        if (folder.name, run.folder.checkpoint_digest(run.experiment.now.round)) not in known:
+            say(f"{folder.name}: measuring")
+            protocol(run, results)
+
+
+@app.command("drift-protocol")
+def drift_protocol_command(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="finished run folders")],
+    data: Data = None,
+    results: Results = RESULTS,
+    device: Device = None,
+) -> None:
+    """Measure predictions that notice drift, and their rivals, on finished run folders."""
+    _measured(folders, results, data, device)
+    tell("\n".join(document(read(results))))
+
+
+@app.command("drift-table")
+def drift_table_command(results: Results = RESULTS, as_json: AsJson = False) -> None:
+    """Show what the protocol of drift has measured, as Markdown."""
+    several = read(results)
+    if not several:
+        raise InputError(f"{results} has no measurements: run drift-protocol first")
+    show(as_json, several, "\n".join(document(several)))
+
+
+@app.command("drift-constants")
+def drift_constants_command(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="finished run folders: seeds of one run")],
+    out_file: Annotated[Path | None, typer.Option("--out", metavar="FILE.json", help="all candidates")] = None,
+    device: Device = None,
+) -> None:
+    """Choose the constants of [drift] on validation data alone, by the rule in docs/drift.md."""
+    found = constants([load(folder, device=device or "auto", say=say) for folder in folders])
+    if out_file is not None:
+        write_output(out_file, (json.dumps(found, indent=1) + "\n").encode())
+    show(False, found, *(f"drift.{key} = {value:g}" for key, value in found["chosen"].items()))
 
 
 @app.command("list")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 __all__ = [
     "Distill",
+    "Drift",
     "Experiment",
     "Federation",
     "LaneModel",
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .data import Federation
     from .experiment import Experiment
     from .lanes import LaneModel, State
+    from .predict.drift import Drift
     from .runs.run import Run, load
     from .runs.train import train
     from .server.distill import Distill
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 else:
     _HOMES = {
         "Distill": "server.distill",
+        "Drift": "predict.drift",
         "Experiment": "experiment",
         "Federation": "data",
         "LaneModel": "lanes",

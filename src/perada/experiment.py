@@ -29,6 +29,7 @@ from .lanes import LaneModel, State, ops_for, repeat, rng_of
 from .lanes.machine import arithmetic, device_of, precision_of
 from .methods import Finisher, Method, expected_upload
 from .models import BACKBONES, Backbone
+from .predict.drift import Drift
 from .runs.folder import RunFolder
 from .runs.moment import Checkpoint, Evaluation, Moment, Progress
 from .runs.options import RunOptions, check_fit, check_kinds
@@ -64,6 +65,7 @@ class Experiment:
     adapter: what is inserted where the method trains adapters (`adapters.Residual(...)`).
     head: the name of the prediction layer; by default the last linear layer.
     public: the server's images for distillation, uint8 `[n, C, H, W]`; only methods that distil need them.
+    drift: how the clients' predictions notice drift; training does not depend on it.
     cohort: who trains; by default all clients of the federation on this machine.
     run: the fields of `RunOptions`: seed, eval_every, device, precision, lanes, ...
     """
@@ -79,11 +81,12 @@ class Experiment:
         public: Tensor | None = None,
         train: Train = Train(),
         distill: Distill = Distill(),
+        drift: Drift = Drift(),
         cohort: Callable[[Experiment], Cohort] | None = None,
         to_train: bool = True,
         **run: Any,
     ) -> None:
-        check_kinds(federation, method, train, distill)
+        check_kinds(federation, method, train, distill, drift)
         self.options: RunOptions = run.pop("options", None) or made(RunOptions, run)
         self.device, self.dtype = device_of(self.options.device), DTYPES[self.options.precision]
         arithmetic(self.options.precision, self.device)
@@ -91,6 +94,7 @@ class Experiment:
             ops_for(self.device).get_ready(self.device)
         self.net, self.federation, self.method = net, federation.to(self.device), method
         self.adapter, self.head, self.train, self.distill = adapter_of(adapter), head, train, distill
+        self.drift = drift
         if to_train:
             Backbone(net, head or "").check((3, *federation.images.shape[-2:]), len(federation.classes))
         self.model = lanes_of(net, method, self.adapter, head, self.options)
@@ -284,6 +288,16 @@ class Experiment:
         if not (self.method.parts.global_model and self.model.holds(self.now.broadcast)):
             return None
         return self.model.part_of(self.now.broadcast)
+
+    def both_models(self) -> tuple[State, State]:
+        """Returns what the clients predict with and the global model; refuses a method that lacks one of them."""
+        name, lanes, whole = type(self.method).__name__, self.personal(), self.global_model
+        need = "predictions that notice drift need a personal and a global model"
+        if whole is None:
+            raise InputError(f"{name} has no global model, and {need}")
+        if all(t is whole.params.get(n) for n, t in lanes.params.items()):
+            raise InputError(f"{name} has no personal models, and {need}")
+        return self.model.part_of(lanes), whole
 
     def evaluate(self, splits: Sequence[str] = SPLITS, last: bool = True) -> Evaluation | None:
         """Returns the clients' scores now; None if a network's clients send them with the next uploads."""

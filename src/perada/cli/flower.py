@@ -11,18 +11,21 @@ import typer
 
 from ..config import parse_setting
 from ..config.settings import given
+from ..data.images import pictures_in
 from ..errors import InputError
 from ..flower import certs
 from ..flower.address import PORT, Address
 from ..flower.control import Control, Follower, follow
 from ..flower.launch import join, plan_site, serve
-from ..flower.personal import known_site, personal_model
+from ..flower.personal import known_site, personal_model, personal_predictor
 from ..flower.processes import Stop, stoppable
 from ..flower.project import Project, init
 from ..flower.settings import check_sites, checked_name
+from ..predict.personal import aware_predictions
 from ..runs.run import load
 from . import tables
-from .console import SAID, AsJson, out, print_json, say, tell
+from .console import SAID, AsJson, out, print_json, say, show, tell
+from .drift import Aware, DriftSets, predicting, report_drift
 
 app = typer.Typer(no_args_is_help=True, help="Real federations: the same methods over Flower (docs/deploy.md).")
 
@@ -230,14 +233,31 @@ def predict_command(
     site: SiteName = None,
     folder: SiteFolder = Path(),
     run: SiteRun = "",
+    drift: Aware = False,
+    sets: DriftSets = None,
     as_json: AsJson = False,
 ) -> None:
-    """At a site: predict with its own model. Needs no server and no data."""
-    predictions = personal_model(known_site(folder, site), run).predict(images)
-    if as_json:
-        print_json(predictions)
-        return
-    out.print(tables.predictions(predictions))
+    """At a site: predict with its own model. Needs no server and no data; --drift needs the site's data once."""
+    settings, known = predicting(sets), known_site(folder, site)
+    if drift:
+        predictions = aware_predictions(personal_predictor(known, run, settings), images)
+    else:
+        predictions = personal_model(known, run).predict(images)
+    show(as_json, predictions, tables.predictions(predictions))
+
+
+@app.command("drift")
+def drift_command(
+    images: Annotated[list[Path], typer.Argument(metavar="FOLDER | IMAGE...", help="pictures of any size")],
+    site: SiteName = None,
+    folder: SiteFolder = Path(),
+    run: SiteRun = "",
+    sets: DriftSets = None,
+    as_json: AsJson = False,
+) -> None:
+    """At a site: say whether images look like its own. The exit code is 0 if they do, and 3 if they have drifted."""
+    files = pictures_in(images)
+    report_drift(personal_predictor(known_site(folder, site), run, predicting(sets)).check(files), as_json)
 
 
 @app.command("export")

@@ -18,6 +18,7 @@ from ..config import in_keys, parse_grid, parse_setting, presets, resolve
 from ..config.objects import about_data
 from ..config.settings import given
 from ..data import build_federation
+from ..data.images import pictures_in
 from ..errors import InputError, RunError
 from ..inputs import printable
 from ..lanes.machine import device_of, keep_memory
@@ -33,6 +34,7 @@ from ..sweep.tune import tune
 from . import tables
 from .console import INTERRUPTED, SAID, AsJson, say, show, tell
 from .data import app as data_app
+from .drift import Aware, DriftSets, predicting, report_drift
 from .watch import watched
 
 typer.core.HAS_RICH = False  # the help is plain; typer 0.20, which flwr needs, would write "\[required]" in it
@@ -194,17 +196,25 @@ def tune_command(
 def evaluate(
     run: RunPath,
     on: Annotated[
-        str, typer.Option(help="local, val, global, shifted, fog, fog:3, cifar10.1, cifar10-c, ...")
-    ] = "local,global",
+        str | None,
+        typer.Option(help="local, val, global, shifted, fog, fog:3, cifar10.1, cifar10-c, ...; default local,global"),
+    ] = None,
     data: DataPath = None,
+    drift: Aware = False,
+    sets: DriftSets = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Test every client's personal model."""
-    opened = load(run, data=data, device=device, say=say)
-    names = [s.strip() for s in on.split(",") if s.strip()]
+    """Test every client's personal model. With --drift also when it notices drift, by default on `mixed` too."""
+    opened = load(run, data=data, set=predicting(sets), device=device, say=say)
+    names = [s.strip() for s in (on or ("local,global,mixed" if drift else "local,global")).split(",") if s.strip()]
     if not names:
         raise InputError("--on: name at least one test set, such as local,global")
+    if drift:
+        with watched() as watch:
+            found = opened.drift_scores(names, watch.copies)
+        show(as_json, {"run": str(run), **found.as_dict()}, tables.drift_scores(found))
+        return
     with watched() as watch:
         scores = opened.evaluate(names, watch.copies)
     show(as_json, {"run": str(run), **{k: v.as_dict() for k, v in scores.items()}}, tables.scores(scores))
@@ -216,12 +226,31 @@ def predict(
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="pictures of any size")],
     client: Client,
     data: DataPath = None,
+    drift: Aware = False,
+    sets: DriftSets = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Predict what images show, with one client's personal model."""
-    predictions = load(run, data=data, device=device, say=say).predict(client, images)
+    opened = load(run, data=data, set=predicting(sets), device=device, say=say)
+    predictions = opened.predict(client, images, drift)
     show(as_json, predictions, tables.predictions(predictions))
+
+
+@app.command("drift")
+def drift_command(
+    run: RunPath,
+    images: Annotated[list[Path], typer.Argument(metavar="FOLDER | IMAGE...", help="pictures of any size")],
+    client: Client,
+    data: DataPath = None,
+    sets: DriftSets = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Say whether images look like a client's own. The exit code is 0 if they do, and 3 if they have drifted."""
+    files = pictures_in(images)
+    opened = load(run, data=data, set=predicting(sets), device=device, say=say)
+    report_drift(opened.predictor(client).check(files), as_json)
 
 
 @app.command()
@@ -318,7 +347,10 @@ _UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "
 
 
 def main(arguments: Sequence[str] | None = None, app: typer.Typer = app) -> int:
-    """Runs one command. Returns 0 if it is done, 1 if it failed, 2 for bad input and 130 if it was interrupted."""
+    """Runs one command. Returns 0 if it is done, 1 if it failed, 2 for bad input and 130 if it was interrupted.
+
+    `perada drift` returns 3 if it has found drift.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -12,7 +12,9 @@ from rich.text import Text
 from ..client.scores import Scores
 from ..data import Federation
 from ..data.download import Entry
-from ..report.facts import distillations, mishaps, unlikeness
+from ..predict.predictor import Check
+from ..predict.scores import DriftScores
+from ..report.facts import distillations, drift_of, mishaps, unlikeness
 from ..report.standings import PERSONAL, Standings, parts
 from ..report.svg import millions
 from ..runs.moment import Evaluation
@@ -64,6 +66,14 @@ def results(runs: Sequence[Run]) -> Table:
             "n/a" if last.global_model is None else f"{last.global_model:.2f}",
             *([_kept(last, s["guarded"], measured)] if distilled else []),
         )
+        if (aware := drift_of(s)) is not None:
+            marks = [spread(aware.aware.get(split)) for split in splits]
+            table.add_row("  + drift", "", "", *marks, "", *([""] if distilled else []))
+            mixed = (spread(of.get("mixed")) for of in (aware.alone, aware.aware))
+            table.caption += (
+                f"\n+ drift: {s['method']}, noticing drift in windows of {aware.window} images; on half home, half "
+                f"everybody's: {' → '.join(mixed)}"
+            )
     return table
 
 
@@ -107,6 +117,28 @@ def scores(sets: Mapping[str, Scores]) -> Table:
     return table
 
 
+def drift_scores(found: DriftScores) -> Table:
+    """Returns one row per client, with two columns per test set: alone, and when it notices drift."""
+    columns = [title for name in found.alone for title in (name, "+drift")]
+    table = house_table("personal models, in %", "client", *columns)
+    table.caption = f"+drift: windows of {found.window} images are tested for drift"
+    both = [of[name] for name in found.alone for of in (found.alone, found.aware)]
+    for client in both[0].per_client:
+        table.add_row(client, *("n/a" if (v := s.per_client[client]) is None else f"{v:.2f}" for s in both))
+    table.add_section()
+    table.add_row("mean ± std", *map(spread, both))
+    return table
+
+
+def drift_check(found: Check) -> Table:
+    """Returns what was found about images, and which classes they seem to show."""
+    table = house_table(None, "class", "these images", "at home")
+    table.caption = f"z = {found.z:.2f} (drift above {found.threshold:g}); {found.share:.0%} as at home"
+    for name, share in sorted(found.mix.items(), key=lambda pair: -pair[1])[:10]:
+        table.add_row(name, f"{share:.1%}", f"{found.home[name]:.1%}")
+    return table
+
+
 def catalogue(entries: Sequence[Entry], home: Path) -> Table:
     """Returns the data sets that `perada data get` can download."""
     table = house_table(f"below {home}", "name", "MB", "here", "what", "check")
@@ -123,7 +155,8 @@ def predictions(images: Sequence[Mapping[str, Any]]) -> Table:
     table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"  # a long path leaves the prediction whole
     for one in images:
         best = list(one["probabilities"].items())[: None if one["multilabel"] else 3]
-        table.add_row(one["image"], ", ".join(f"{name} {p:.1%}" for name, p in best))
+        drift = "   (drift)" if one.get("drift") else ""
+        table.add_row(one["image"], ", ".join(f"{name} {p:.1%}" for name, p in best) + drift)
     return table
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,19 +180,27 @@ def scores_on(model: LaneModel, lanes: State, federation: Federation, sets: Iter
 
 
 def all_scores_on(
-    model: LaneModel, several: Sequence[State], federation: Federation, sets: Iterable[tuple[Pixels, Tensor]]
+    model: LaneModel,
+    several: Sequence[State],
+    federation: Federation,
+    sets: Iterable[tuple[Pixels, Tensor]],
+    also: Callable[[Sequence[Tensor], Tensor], None] = lambda logits, targets: None,
 ) -> list[Scores]:
-    """Returns `scores_on` for several states of lanes; makes each test set once."""
+    """Returns `scores_on` for several states of lanes; makes each test set once.
+
+    also: is shown the logits `[K, n, classes]` of each state on each test set, and the targets.
+    """
     results: list[list[Scores]] = [[] for _ in several]
     for images, targets in sets:
-        for lanes, scores in zip(several, results, strict=True):
-            logits = logits_of(model, lanes, federation, torch.from_numpy(images))
-            logits = logits.expand(len(federation.clients), -1, -1)
-            scores.append(scores_of(federation, list(logits), [targets] * len(logits)))
-    return [_mean_scores(federation, scores) for scores in results]
+        seen = [logits_of(model, lanes, federation, torch.from_numpy(images)) for lanes in several]
+        for logits, scores in zip(seen, results, strict=True):
+            every = logits.expand(len(federation.clients), -1, -1)
+            scores.append(scores_of(federation, list(every), [targets] * len(every)))
+        also(seen, targets)
+    return [mean_scores(federation, scores) for scores in results]
 
 
-def _mean_scores(federation: Federation, sets: Sequence[Scores]) -> Scores:
+def mean_scores(federation: Federation, sets: Sequence[Scores]) -> Scores:
     """Returns the mean of the scores on several test sets."""
     per_label = {n: _mean([s.per_label[n] for s in sets if s.per_label]) for n in sets[0].per_label or {}}
     per_client = {c.name: _mean([s.per_client[c.name] for s in sets]) for c in federation.clients}

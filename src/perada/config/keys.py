@@ -22,6 +22,7 @@ from ..fields import check_fields, coerce
 from ..inputs import plain_file, user_path
 from ..methods import REGISTRY, Method, check_name, hyperparameters, make_method
 from ..models import WEIGHTS, known
+from ..predict.drift import Drift
 from ..runs.options import RunOptions
 from ..server.distill import Distill
 
@@ -64,6 +65,7 @@ class Config:
     train: Train = field(default_factory=Train)
     method: dict[str, Any] = field(default_factory=lambda: {"name": "perada"})
     distill: Distill = field(default_factory=Distill)
+    drift: Drift = field(default_factory=Drift)
     run: RunOptions = field(default_factory=RunOptions)
 
     @property
@@ -94,6 +96,7 @@ SECTIONS: dict[str, Any] = {
     "model": ModelOptions,
     "train": Train,
     "distill": Distill,
+    "drift": Drift,
     "run": RunOptions,
 }
 CLASSES = {

@@ -11,11 +11,14 @@ from .keys import Config
 Settings = Mapping[str, Any]
 MACHINE = ("run.device", "run.lanes")  # chosen per machine
 MOVED = (*MACHINE, "data.root")  # may differ on the machine that resumes a plan
-RESUMED = (*MOVED, "train.rounds")  # what a resumed run may change
+PREDICTING = frozenset(
+    {"drift.window", "drift.threshold", "drift.prior", "drift.mix", "drift.strength", "drift.multilabel"}
+)  # training does not depend on it
+RESUMED = (*MOVED, "train.rounds", *PREDICTING)  # what a resumed run may change
 RULES = frozenset(
     {"train.aggregate", "train.trim"}
 )  # by which a server averages: a federation under attack may change it
-OF_SERVER = ("run.device", "run.precision", *RULES)  # what a resumed federation may change
+OF_SERVER = ("run.device", "run.precision", *RULES, *PREDICTING)  # what a resumed federation may change
 PATHS = ("data.root", "model.weights", "distill.data")
 GRIDS: dict[str, tuple[float, ...]] = {  # the paper's
     "train.lr": (5e-4, 1e-3, 5e-3, 1e-2),

@@ -102,6 +102,17 @@ def image_files(base: Path) -> list[Path]:
     return sorted(p for p in files if p.is_file() and not any(n.startswith(".") for n in p.relative_to(base).parts))
 
 
+def pictures_in(paths: Sequence[Path]) -> list[Path]:
+    """Returns these files, and for each folder the image files below it; refuses a folder without any."""
+    files = list[Path]()
+    for path in paths:
+        below = image_files(path) if path.is_dir() else [path]
+        if not below:
+            raise InputError(f"{path} holds no images: name a folder with image files below it")
+        files += below
+    return files
+
+
 def decode(
     files: Sequence[Path],
     base: Path,

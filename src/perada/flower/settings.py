@@ -162,6 +162,7 @@ def _run_config(file: Path, tables: dict[str, Any], sites: int) -> Config:
         (config.distill.guard == "server", "Distill.guard=server needs labelled data at the server: use clients"),
         (config.data.normalise == "backbone", f"DataOptions.normalise=backbone {simulated}: use data or imagenet"),
         (config.model.weights == "fedavg", f"ModelOptions.weights=fedavg {simulated}: use random, or name a file"),
+        (config.drift.prior != "uniform", f"Drift.prior={config.drift.prior} {simulated}: a site sends no such counts"),
         (config.train.cohort > sites, f"Train.cohort={config.train.cohort} but there are {sites} sites: lower it"),
         (code, f"{code} names a module to import: install it at every site as an entry point, and give that name"),
     ):

@@ -10,17 +10,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
 from .. import __version__
 from ..config import Config
-from ..data import Federation, read_image
+from ..data import Federation
 from ..errors import InputError, RunError
 from ..lanes import LaneModel, State
 from ..runs.files import write_output
+from .predictor import Predictor, pixels_from
 
 ENDINGS = (".safetensors", ".pt2", ".onnx")
 
@@ -31,6 +31,31 @@ def check_out(out: Path) -> None:
         raise InputError(f"--out {out}: the name must end in {' or '.join(ENDINGS)}")
     if out.suffix == ".onnx" and not (find_spec("onnx") and find_spec("onnxscript")):
         raise InputError(f"--out {out}: ONNX files need pip install 'perada[onnx]'")
+
+
+def predictions_on(
+    paths: Sequence[str | Path], client: str, data: Federation, probabilities: Tensor
+) -> list[dict[str, Any]]:
+    """Returns class names with probabilities, most probable first; label probabilities for multi-label data."""
+    predictions = []
+    for path, row in zip(paths, probabilities.tolist(), strict=True):
+        shares = dict(zip(data.classes, row, strict=True))
+        if not data.multilabel:
+            shares = dict(sorted(shares.items(), key=lambda pair: -pair[1]))
+        about = {"image": str(path), "client": client, "multilabel": data.multilabel}
+        predictions.append({**about, "probabilities": shares})
+    return predictions
+
+
+def aware_predictions(predictor: Predictor, paths: Sequence[str | Path]) -> list[dict[str, Any]]:
+    """Returns the predictions of a client that notices drift, with what was said of each image's window."""
+    said = predictor.predict(paths)
+    rows = predictions_on(paths, predictor.client, predictor.federation, said.probabilities)
+    about = zip(said.drifted.tolist(), said.z.tolist(), said.share.tolist(), strict=True)
+    return [
+        {**row, "drift": drifted, "z": z, "home_share": share}
+        for row, (drifted, z, share) in zip(rows, about, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -50,25 +75,13 @@ class PersonalModel:
     def predict(self, paths: Sequence[str | Path]) -> list[dict[str, Any]]:
         """Returns class names with probabilities, most probable first; label probabilities for multi-label data."""
         data, module = self.federation, self.module()
-        pixels = np.stack([read_image(Path(p), data.images.shape[-1]) for p in paths])
-        if data.images.shape[1] == 1:
-            pixels = np.rint(pixels.mean(1, keepdims=True)).astype(np.uint8)
         with torch.no_grad():
-            logits = module(data.prepare(torch.from_numpy(pixels), next(module.parameters()).dtype))
+            logits = module(data.prepare(pixels_from(paths, data), next(module.parameters()).dtype))
         if not logits.isfinite().all():
             raise RunError(
                 f"the model of {self.client} predicts what is not a number", "its training may have diverged"
             )
-        predictions = []
-        for path, row in zip(
-            paths, (logits.sigmoid() if data.multilabel else logits.softmax(-1)).tolist(), strict=True
-        ):
-            shares = dict(zip(data.classes, row, strict=True))
-            if not data.multilabel:
-                shares = dict(sorted(shares.items(), key=lambda pair: -pair[1]))
-            about = {"image": str(path), "client": self.client, "multilabel": data.multilabel}
-            predictions.append({**about, "probabilities": shares})
-        return predictions
+        return predictions_on(paths, self.client, data, logits.sigmoid() if data.multilabel else logits.softmax(-1))
 
     def export(self, out: Path, merged: bool = False) -> None:
         """Writes one file: .safetensors is the personal part, or with `merged` the whole network.

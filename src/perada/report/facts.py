@@ -1,7 +1,7 @@
 """What a report says about a run, read from its folder once."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -11,6 +11,7 @@ from ..data import Federation
 from ..errors import Damaged, InputError
 from ..methods import method_sizes
 from ..models import count_groups
+from ..predict.scores import DriftScores
 from ..runs.moment import Evaluation
 from ..runs.run import Run
 
@@ -72,6 +73,12 @@ def distillations(last: Evaluation | None, rows: Sequence[Evaluation]) -> tuple[
     return last.distilled + diverged, last.distilled
 
 
+def drift_of(summary: Mapping[str, Any]) -> DriftScores | None:
+    """Returns the scores of a summary's predictions that notice drift; None without any."""
+    written = summary.get("drift")
+    return None if written is None else DriftScores.read(written)
+
+
 def mishaps(rows: Sequence[Evaluation]) -> list[str]:
     """Returns a sentence about each kind of thing that went wrong in the evaluated rounds, with who and how often."""
     lines, of = [], f"of {len(rows)} evaluated rounds"
@@ -104,6 +111,7 @@ class Facts:
         self.data = str(summary.get("data") or run.config.data.name)
         auc = summary["metric"] == "auc" if "metric" in summary else holdings and run.federation.multilabel
         self.unit = "AUC" if auc else "accuracy"
+        self.drift = drift_of(summary) if self.finished else None
         self.sizes = _sizes(run, dict(summary.get("parameters", {})), holdings)
         environment = {f"{k} version": str(v) for k, v in summary.get("versions", {}).items()}
         environment |= {k: str(summary[k]) for k in ("device", "threads") if k in summary}

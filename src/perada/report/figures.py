@@ -185,6 +185,25 @@ def _percent_axis(f: Frame, bottom: float, values: Sequence[float]) -> list[str]
     return parts
 
 
+def likenesses(label: str, picture_of: Mapping[str, Sequence[int]], edges: tuple[float, float]) -> str:
+    """Draws how alike images are to home: one line per kind of images, as shares of them."""
+    shares = {kind: [n / max(1, sum(counts)) for n in counts] for kind, counts in picture_of.items()}
+    top = max([v for values in shares.values() for v in values] or [0.0]) or 1.0
+    f = Frame(*edges, 0.0, 1.08 * top, right=WIDTH - 12)
+    parts = [line(f.left, f.bottom, f.right, f.bottom, "axis"), line(f.x(0), f.top, f.x(0), f.bottom, "mean")]
+    for value in ticks(*edges, whole=True):
+        parts += [line(f.x(value), f.bottom, f.x(value), f.bottom + 4, "axis")]
+        parts += [text(f.x(value), f.bottom + 17, number(value), "faint", "middle")]
+    for k, (kind, values) in enumerate(shares.items()):
+        width = (edges[1] - edges[0]) / max(1, len(values))
+        corners = [(edges[0] + (i + side) * width, v) for i, v in enumerate(values) for side in (0, 1)]
+        points = " ".join(f"{number(f.x(x))},{number(f.y(y))}" for x, y in corners)
+        parts.append(element("polyline", points=points, class_=f"curve {colour(k)}"))
+        parts.append(text(f.left + 8, f.top + 14 * (k + 1), kind, f"value {colour(k)}"))
+    parts.append(text((f.left + f.right) / 2, f.bottom + 33, "standard deviations from home", "faint", "middle"))
+    return picture(WIDTH, 214, label, *parts)
+
+
 # who holds what
 
 

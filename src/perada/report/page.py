@@ -9,15 +9,22 @@ import numpy as np
 
 from ..data import Federation
 from ..errors import InputError
+from ..predict.scores import EDGES
 from ..runs.files import write_output
 from ..runs.run import Run
 from .facts import PERSONAL, SERVER, Facts, Holdings, gather_facts, mean_and_std, unlikeness
-from .figures import Series, bars, bubbles, curves, dots
+from .figures import Series, bars, bubbles, curves, dots, likenesses
 from .standings import places
 from .svg import colour, dash, human_bytes, millions
 
 SPLITS = {**PERSONAL, **SERVER}
 BUBBLES = "The area of a bubble is the number of training images; the bars are all of a client's."
+
+
+Score = tuple[float | None, float | None]  # mean and standard deviation over clients
+TITLES = {**{n: title for n, (title, _) in PERSONAL.items()}, "mixed": "Mixed"}
+ABOUT_MIXED = "half a client's own test images, half everybody's"
+KINDS = {"home": "own test images", "abroad": "everybody's test images"}
 
 
 class Figure(NamedTuple):
@@ -27,6 +34,17 @@ class Figure(NamedTuple):
     about: str
     drawing: str  # markup, as svg.py makes it
     kind: str = ""
+
+
+class Aware(NamedTuple):
+    """How one run's clients do when they notice drift: rows of a table, and pictures."""
+
+    label: str
+    window: int
+    rows: list[tuple[str, Score, Score]]  # test set, alone, noticing drift
+    head: list[str]
+    clients: list[tuple[str, list[float | None]]]  # alone and noticing drift, per test set
+    figures: list[Figure]
 
 
 class Tile(NamedTuple):
@@ -58,6 +76,7 @@ def write_report(runs: Sequence[Run], out: Path) -> None:
         places={n: _places(facts, n) if alike else [""] * len(facts) for n in SPLITS},
         over_rounds=_over_rounds(facts) if any(f.rows for f in facts) else None,
         by_client=_by_client(facts),
+        drift=list(_drift(facts)),
         numbers=[("local_val", "Local-validation"), *((n, title) for n, (title, _) in PERSONAL.items())],
         holdings=_holdings(facts),
         communication=_communication(facts),
@@ -156,6 +175,36 @@ def _by_client(runs: Sequence[Facts]) -> list[Figure]:
         alone = bars(title, scores[0][1], runs[0].score(split)[0], index) if len(runs) == 1 else ""
         panels.append(Figure(title, about, alone or dots(title, names, scores), "tall"))
     return panels
+
+
+def _drift(runs: Sequence[Facts]) -> Iterator[Aware]:
+    """Yields the runs whose clients' predictions notice drift."""
+    for run in runs:
+        if (found := run.drift) is None:
+            continue
+        names = [n for n in TITLES if n in found.alone]
+        both = [(found.alone[n], found.aware[n]) for n in names]
+        figures = [
+            Figure(
+                TITLES[n],
+                ABOUT_MIXED if n == "mixed" else PERSONAL[n][1],
+                dots(TITLES[n], run.clients, [("alone", one.per_client), ("noticing drift", other.per_client)]),
+                "tall",
+            )
+            for n, (one, other) in zip(names, both, strict=True)
+        ]
+        shown = {KINDS[kind]: counts for kind, counts in found.picture.items()}
+        if shown:
+            title, about = "How much images look like home", "The statistic s of every client, from its own mean."
+            figures.append(Figure(title, about, likenesses(title, shown, EDGES)))
+        yield Aware(
+            label=run.label,
+            window=found.window,
+            rows=[(TITLES[n], (a.mean, a.std), (b.mean, b.std)) for n, (a, b) in zip(names, both, strict=True)],
+            head=[title for n in names for title in (TITLES[n], "+ drift")],
+            clients=[(c, [s.per_client[c] for pair in both for s in pair]) for c in both[0][0].per_client],
+            figures=figures,
+        )
 
 
 def _holdings(runs: Sequence[Facts]) -> list[Figure]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -14,6 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import Damaged, InputError
+from ..predict.scores import DriftScores
 from ..temporary import is_temporary, sweep
 from .checkpoints import Checkpoints, round_of
 from .files import (
@@ -24,7 +26,7 @@ from .files import (
     read_object,
     write_atomic,
 )
-from .manifest import BACKBONE, METRICS, Manifest
+from .manifest import BACKBONE, DRIFT, METRICS, Manifest
 from .moment import SPLITS, Checkpoint, Evaluation
 from .rows import Mark, Rows
 
@@ -35,6 +37,7 @@ PARTS = {
     "config.toml",
     METRICS,
     "summary.json",
+    DRIFT,
     "report.html",
     BACKBONE,
     "checkpoints",
@@ -208,9 +211,10 @@ class RunFolder:
         self.write_json("summary.json", summary)
 
     def reopen(self) -> None:
-        """Removes the summary of fewer rounds; it is written again at the end."""
-        if (self.path / "summary.json").exists():
-            self.manifest.remove("summary.json")
+        """Removes the summary and the calibrations of fewer rounds; they are written again at the end."""
+        for name in ("summary.json", DRIFT):
+            if (self.path / name).exists():
+                self.manifest.remove(name)
 
     def about(self) -> dict[str, Any]:
         """Returns what data.json says about the data and the run's preset or file; empty without it."""
@@ -257,6 +261,8 @@ class RunFolder:
         summary = read_object(path, kinds, advice)
         try:
             Evaluation.read(summary)
+            if "drift" in summary:
+                DriftScores.read(summary["drift"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Damaged(f"{path} is damaged: {advice}") from error
         numbers = [*summary["parameters"].values(), summary.get("cohort", 1), summary.get("threads", 1)]
@@ -279,6 +285,13 @@ class RunFolder:
         """Returns the round of the newest checkpoint, by its name alone."""
         paths = self._checkpoints.listed()
         return round_of(paths[-1]) if paths else None
+
+    def checkpoint_digest(self, round: int) -> str:
+        """Returns a checksum of all files of the newest checkpoint; empty if that is of another round."""
+        note = self._checkpoints.newest_note()
+        if note is None or note.content["round"] != round:
+            return ""
+        return hashlib.sha256(json.dumps(note.content["sha256"], sort_keys=True).encode()).hexdigest()
 
     def load(self, round: int | None = None) -> tuple[Checkpoint | None, list[str]]:
         """Returns the newest whole checkpoint, and a line about each damaged one that was skipped.

@@ -16,7 +16,8 @@ from .files import digest_of, is_whole, read_object, sealed, write_atomic
 FORMAT = 2  # of run folders; 1 had no manifest, and clients by position
 METRICS = "metrics.jsonl"
 BACKBONE = "backbone.safetensors"
-FILES = ("data.json", BACKBONE, "summary.json")  # metrics.jsonl is added when the run is finished
+DRIFT = "drift.json"
+FILES = ("data.json", BACKBONE, "summary.json", DRIFT)  # metrics.jsonl is added when the run is finished
 PATIENCE = 5  # times that a reader looks again, in case another process is writing
 State = Literal["whole", "changed", "missing", "stray", "unchecked"]
 

@@ -1,24 +1,33 @@
 """A run folder, opened: its clients, scores, personal models, predictions and exports."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..client.scores import Scores, personal_scores, scores_on
+from ..client.scores import Scores, all_scores_on, personal_scores, scores_on
 from ..config import Config, build, federation_of, resolve
-from ..config.settings import given
+from ..config.objects import public_of
+from ..config.settings import Settings, given
 from ..data import GIVEN, SEVERITIES, Federation, blank, data_home, named_sets, place_of
+from ..data.source import Pixels
 from ..errors import InputError, unknown
 from ..experiment import DTYPES, Experiment, Say
 from ..lanes import State, gather
 from ..lanes.machine import device_of
 from ..models import with_weights
-from ..predict.personal import PersonalModel
+from ..predict.drift import Calibration
+from ..predict.personal import PersonalModel, aware_predictions
+from ..predict.predictor import Predictor
+from ..predict.scores import NAMES, DriftScores
+from ..predict.scores import OWN as OWN_SETS
+from .calibration import calibrated, check_labels, scorer
+from .calibration import load as load_calibrations
 from .folder import RunFolder
 from .names import not_empty
 
@@ -166,21 +175,76 @@ class Run:
         out = personal_scores(model, lanes, data, plain) if plain else {}
         for name in names:
             if name not in plain:
-                official = name.partition(":")[0]
-                home = place_of(official, self.config.data.root) if official.startswith("cifar10") else None
-                levels = self.config.run.severities if name == "shifted" else SEVERITIES
-                sets = named_sets(data, name, home or self.config.data.root or data_home(), levels, progress)
-                out[name] = scores_on(model, lanes, data, sets)
+                out[name] = scores_on(model, lanes, data, self.test_sets(data, name, progress))
         return {key: out[key] for key in (OWN.get(name, name) for name in names)}
+
+    @cached_property
+    def calibrations(self) -> dict[str, Calibration]:
+        """What each client knows of its own data; read from the folder, or made from the clients' data."""
+        experiment, options = self.experiment, self.config.drift
+        experiment.both_models()  # refuses a method without them, before anything is read
+        check_labels(self.names, options)
+        saved = load_calibrations(self.folder, options, experiment.now.round)
+        if saved is not None and saved.keys() >= set(self.clients):
+            return saved
+        data = self._in_order(self.federation)
+        public = public_of(self.config, data) if options.prior == "public" else None
+        return calibrated(experiment, data, public)
+
+    def predictor(self, client: str) -> Predictor:
+        """Returns a client's predictor, which notices drift: for one image, a window, or a stream."""
+        personal, (_, shared) = self.state(client), self.experiment.both_models()
+        model, by = self.experiment.model, self.calibrations[client]
+        return Predictor.of(client, model, model.part_of(personal), shared, self.names, by, self.config.drift)
+
+    def drift_scores(
+        self, on: str | Sequence[str] = OWN_SETS, progress: Callable[[int, int], None] | None = None
+    ) -> DriftScores:
+        """Returns the clients' scores, alone and when they notice drift.
+
+        on: `local`, `global`, `mixed` (half of a client's images are its own, half are everybody's), or a test set of
+        `data.named_sets`. Images come in a random order, which depends on the run's seed.
+        """
+        names, data = [on] if isinstance(on, str) else list(on), self._in_order(self.federation)
+        judge = scorer(self.experiment, data, self.calibrations)
+        judge.own([n for n in names if n in OWN_SETS])
+        lanes = self.experiment.both_models()
+        for name in names:
+            if name not in OWN_SETS:
+                see = partial(judge.see_all, name)
+                all_scores_on(self.experiment.model, lanes, data, self.test_sets(data, name, progress), see)
+        found = judge.result()
+        order = [NAMES.get(name, name) for name in names]
+        return replace(found, alone={n: found.alone[n] for n in order}, aware={n: found.aware[n] for n in order})
+
+    def _in_order(self, data: Federation) -> Federation:
+        """Returns the federation with its clients in the order of the lanes."""
+        by_name = {c.name: c for c in data.clients}
+        return replace(data, clients=tuple(by_name[name] for name in self.clients))
+
+    def test_sets(
+        self, data: Federation, name: str, progress: Callable[[int, int], None] | None = None
+    ) -> Iterator[tuple[Pixels, Tensor]]:
+        """Returns a test set of `data.named_sets`."""
+        official = name.partition(":")[0]
+        home = place_of(official, self.config.data.root) if official.startswith("cifar10") else None
+        levels = self.config.run.severities if name == "shifted" else SEVERITIES
+        return named_sets(data, name, home or self.config.data.root or data_home(), levels, progress)
 
     def _lanes_for(self, data: Federation) -> State:
         """Returns what the clients predict with, in the order that the data have them."""
         lanes, order = self.experiment.personal(), [self.clients.index(c.name) for c in data.clients]
         return lanes if lanes.lanes == 1 else gather(lanes, order)
 
-    def predict(self, client: str, images: str | Path | Sequence[str | Path]) -> list[dict[str, Any]]:
-        """Returns class names with probabilities, most probable first; label probabilities for multi-label data."""
-        return self.personal(client).predict([images] if isinstance(images, str | Path) else images)
+    def predict(
+        self, client: str, images: str | Path | Sequence[str | Path], drift: bool = False
+    ) -> list[dict[str, Any]]:
+        """Returns class names with probabilities, most probable first; label probabilities for multi-label data.
+
+        drift: whether the client notices drift; then each image has what was said of its window, too.
+        """
+        paths = [images] if isinstance(images, str | Path) else images
+        return aware_predictions(self.predictor(client), paths) if drift else self.personal(client).predict(paths)
 
     def export(self, client: str, out: str | Path, merged: bool = False) -> None:
         """Writes a client's model: .safetensors is the personal part, or with `merged` the whole network.
@@ -194,6 +258,7 @@ def load(
     path: str | Path,
     *,
     data: str | Path | None = None,
+    set: Settings | None = None,
     device: str = "auto",
     say: Say = warn,
     model: nn.Module | None = None,
@@ -201,12 +266,13 @@ def load(
 ) -> Run:
     """Opens a run folder, on this machine's device.
 
-    data: where your own images are now, if they moved.
+    data: where your own images are now, if they moved. set: other settings for its predictions, such as
+    `{"drift.window": 8}`.
     model, federation: those of a run made from Python objects, which the folder cannot hold.
     """
     not_empty("--data", data)
     folder = RunFolder.open(Path(path))
-    config = resolve(str(folder.path / "config.toml"), given(data=data, device=device))
+    config = resolve(str(folder.path / "config.toml"), given(set, data=data, device=device))
     for line in folder.notices():
         say(line)
     return Run(folder, config, say, data is not None, model, federation)

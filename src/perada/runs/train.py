@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import __version__
 from ..callbacks import Callback, Metrics, OnRound, check_callbacks
@@ -20,13 +21,17 @@ from ..client.scores import all_scores_on
 from ..config import Config, build, describe, federation_of, resolve
 from ..config.settings import given
 from ..data import Federation, named_sets
+from ..data.public import Chunks
 from ..errors import InputError
 from ..experiment import Experiment, Say
 from ..lanes import Pool
 from ..lanes.machine import precision_of
 from ..methods import sizes_of
 from ..models import same_weights
+from ..predict.scores import DriftScorer
 from ..report import write_report
+from .calibration import calibrated, scorer
+from .calibration import save as save_calibrations
 from .files import locked, read_file, write_atomic
 from .folder import RunFolder
 from .moment import Evaluation
@@ -282,16 +287,43 @@ def conclude(run: Run, experiment: Experiment, row: Evaluation) -> None:
     pretrained = RunFolder(run.path / "pretrain").metrics()
     if pretrained:  # full models crossed the network then
         summary["pretrain"] = {k: pretrained[-1][k] for k in ("round", "bytes_up", "bytes_down", "seconds")}
+    judge = _drift_judge(run, experiment)
     if experiment.options.shifts and experiment.federation.clients:
         sets = named_sets(experiment.federation, "shifted", severities=experiment.options.severities)
         whole = experiment.global_model if summary["global_model"] else None
         lanes = [experiment.personal(), *([] if whole is None else [whole])]
-        personal, *server = all_scores_on(experiment.model, lanes, experiment.federation, sets)
+        see = partial(judge.see_all, "shifted") if judge else ignore
+        personal, *server = all_scores_on(experiment.model, lanes, experiment.federation, sets, see)
         summary["shifted"] = personal.as_dict()
         for scores in server:
             summary["global_model"] |= {"shifted": scores.mean}
+    if judge:
+        summary["drift"] = judge.result().as_dict()
     run.folder.finish(summary)
     write_report([run], run.path / "report.html")
+
+
+def ignore(logits: Sequence[Tensor], targets: Tensor) -> None:
+    """Does nothing."""
+
+
+def _drift_judge(run: Run, experiment: Experiment) -> DriftScorer | None:
+    """Writes drift.json; returns what has scored the clients with it. None where drift cannot be noticed."""
+    federation, options = experiment.federation, experiment.drift
+    if not isinstance(experiment.cohort, LocalCohort) or (federation.multilabel and not options.multilabel):
+        return None
+    try:
+        experiment.both_models()
+    except InputError:  # of a method with one kind of model
+        return None
+    public = experiment.public.images if isinstance(experiment.public, Chunks) else None
+    if options.prior == "public" and public is None:
+        return None
+    run.calibrations = calibrated(experiment, federation, public)
+    save_calibrations(run.folder, experiment, run.calibrations)
+    judge = scorer(experiment, federation, run.calibrations)
+    judge.own()
+    return judge
 
 
 def summary_of(run: Run, experiment: Experiment, row: Evaluation) -> dict[str, Any]:
