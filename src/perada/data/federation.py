@@ -52,6 +52,7 @@ class Federation:
     augment: Augment | None = None  # random views, in training
     stream: bool = False  # whether images are fetched batch by batch, one batch ahead
     skipped: tuple[str, ...] = ()  # files that could not be read
+    remarks: tuple[str, ...] = ()  # what else of the files is not used
     tested: bool = True  # whether any client has test images; known even where those must not be touched
     fingerprint: str = ""  # of who holds which images (`split.fingerprint`)
     pixels: str = ""  # a hash of arrays that the user gave, which have no file names
@@ -94,7 +95,7 @@ class Federation:
         options: other fields of `DataOptions`.
         """
         chosen = _of_files(path, size, partition, options)
-        return build_federation(chosen, source=folder(chosen.root, size, chosen.skip_bad))
+        return build_federation(chosen, source=folder(chosen.root, size, chosen.skip_bad, chosen.fit))
 
     @classmethod
     def from_manifest(cls, path: str | Path, *, size: int = 64, partition: str = "site", **options: Any) -> Federation:
@@ -244,6 +245,7 @@ def build_federation(options: DataOptions, device: torch.device = CPU, source: S
         server_val=server,
         augment=AUGMENT[options.augment],
         skipped=source.skipped,
+        remarks=source.remarks,
         tested=any(len(c.test) for c in clients),
         fingerprint=fingerprint(source, clients, server),
         pixels=pixels_hash(source) if options.name in (GIVEN, "folder") else "",

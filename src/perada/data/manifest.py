@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from ..errors import InputError, unknown
 from ..inputs import CLASSES, plain_file, user_path
 from .arrays import SPLITS, split_masks
-from .images import IMAGENET, decode, image_names
+from .fit import Fit
+from .images import IMAGENET, decode, noted
 from .source import Source, Targets, check_classes
 
 KNOWN = ("path", "site", "split")
@@ -66,7 +67,12 @@ class Table:
 
 
 def manifest(
-    path: str, size: int = 64, skip_bad: bool = False, labels: Sequence[str] = (), site_column: str = "site"
+    path: str,
+    size: int = 64,
+    skip_bad: bool = False,
+    labels: Sequence[str] = (),
+    site_column: str = "site",
+    fit: Fit = "crop",
 ) -> Source:
     """Returns images `[n, 3, size, size]` and targets, int64 `[n]`, or uint8 `[n, labels]` with several label columns.
 
@@ -97,11 +103,14 @@ def manifest(
     _once(table, files)
     if not skip_bad:
         table.require(range(len(files)), files)
-    images, readable = decode(files, table.file.parent, size, skip_bad)
+    decoded = decode(files, table.file.parent, size, skip_bad, fit=fit)
+    readable = decoded.readable
     site = np.array(table.columns["site"])[readable] if "site" in table.columns else None
     test, val = split_masks(list(compress(splits, readable)))
-    stem = table.file.stem
-    return Source(stem, images, targets[readable], classes, *IMAGENET, test, site, val, *image_names(files, readable))
+    notes = noted(files, decoded, fit)
+    return Source(
+        table.file.stem, decoded.images, targets[readable], classes, *IMAGENET, test=test, site=site, val=val, **notes
+    )
 
 
 def read_table(file: Path, lower: Sequence[str] = ()) -> Table:
@@ -162,7 +171,9 @@ def _once(table: Table, files: Sequence[Path]) -> None:
             raise table.refuse(row, f"{name} is in row {line} already: list each image once")
 
 
-def chexpert(root: str, size: int = 64, uncertain: Uncertain = "ones", skip_bad: bool = False) -> Source:
+def chexpert(
+    root: str, size: int = 64, uncertain: Uncertain = "ones", skip_bad: bool = False, fit: Fit = "crop"
+) -> Source:
     """Returns images `[n, 3, size, size]` and targets uint8 `[n, 5]`.
 
     uncertain: what a label of -1 is: "ones" positive (U-Ones, as in the paper), "zeros" negative (U-Zeros), "ignore"
@@ -187,9 +198,9 @@ def chexpert(root: str, size: int = 64, uncertain: Uncertain = "ones", skip_bad:
         raise InputError(f"{table.file}: no images in it")
     if not skip_bad:
         table.require(chosen, files)
-    images, readable = decode(files, base, size, skip_bad)
-    targets = np.where(labels < 0, uncertain == "ones", labels).astype(np.uint8)[chosen][readable]
-    return Source("chexpert", images, targets, DISEASES, *IMAGENET, None, None, None, *image_names(files, readable))
+    decoded = decode(files, base, size, skip_bad, fit=fit)
+    targets = np.where(labels < 0, uncertain == "ones", labels).astype(np.uint8)[chosen][decoded.readable]
+    return Source("chexpert", decoded.images, targets, DISEASES, *IMAGENET, **noted(files, decoded, fit))
 
 
 def _below_archive(name: str) -> tuple[str, ...]:

@@ -22,7 +22,8 @@ class Source:
 
     images uint8 `[N, C, H, W]` (C is 1 or 3); targets int64 `[N]`, or uint8 `[N, labels]` for multi-label data.
     `test` marks official test images and `val` declared validation images, where a data set has them. `site` names
-    each image's owner. `names` are the names of the image files, `skipped` the files that could not be read.
+    each image's owner. `names` are the names of the image files, `skipped` the files that could not be read, and
+    `remarks` are lines about what else of the files is not used.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Source:
     val: Mask | None = None
     names: tuple[str, ...] | None = None
     skipped: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def multilabel(self) -> bool:
