@@ -4,6 +4,7 @@ import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -226,14 +227,14 @@ def collect_command(
 
 @app.command("predict")
 def predict_command(
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="pictures of any size")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="pictures of any size, or folders of them")],
     site: SiteName = None,
     folder: SiteFolder = Path(),
     run: SiteRun = "",
     as_json: AsJson = False,
 ) -> None:
     """At a site: predict with its own model. Needs no server and no data."""
-    predictions = personal_model(known_site(folder, site), run).predict(images)
+    predictions = replace(personal_model(known_site(folder, site), run), say=say).predict(images)
     if as_json:
         print_json(predictions)
         return
@@ -246,7 +247,7 @@ def export_command(
     site: SiteName = None,
     folder: SiteFolder = Path(),
     run: SiteRun = "",
-    merged: Annotated[bool, typer.Option("--merged", help="the whole network instead of the personal part")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="the whole network, adapters merged into it")] = False,
 ) -> None:
     """At a site: write its own model to one file. Needs no server and no data."""
     personal_model(known_site(folder, site), run).export(out_file, merged)

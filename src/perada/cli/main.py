@@ -213,7 +213,7 @@ def evaluate(
 @app.command()
 def predict(
     run: RunPath,
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="pictures of any size")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="pictures of any size, or folders of them")],
     client: Client,
     data: DataPath = None,
     device: Device = "auto",
@@ -231,7 +231,7 @@ def export(
     out_file: Annotated[
         Path, typer.Option("--out", metavar="FILE", help=".safetensors: weights; .pt2, .onnx: the whole network")
     ],
-    merged: Annotated[bool, typer.Option("--merged", help="the whole network instead of the personal part")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="the whole network, adapters merged into it")] = False,
     data: DataPath = None,
 ) -> None:
     """Write a client's personal adapter (or merged model) to one file; .onnx needs pip install 'perada[onnx]'."""

@@ -75,7 +75,7 @@ def _is_deflated(path: Path) -> bool:
 def _picture(file: BufferedReader, most: int) -> NDArray[np.uint8]:
     """Returns the pixels of an open file, uint8 `[height, width, 3]`."""
     from pydicom import dcmread
-    from pydicom.pixels import pixel_array
+    from pydicom.pixels.utils import pixel_array
 
     _check(dcmread(file, stop_before_pixels=True), most)
     file.seek(0)
@@ -104,7 +104,7 @@ def _check(header: Dataset, most: int) -> None:
 
 def _shown(dataset: Dataset, stored: NDArray[Any]) -> NDArray[np.float64]:
     """Returns how bright each grey pixel is shown, from 0 to 1 (DICOM PS3.3, C.11.2.1)."""
-    from pydicom.pixels import apply_modality_lut
+    from pydicom.pixels.processing import apply_modality_lut
 
     values = apply_modality_lut(stored, dataset).astype(np.float64)
     if not np.isfinite(values).all():

@@ -45,11 +45,10 @@ def folder(root: str, size: int, skip_bad: bool, fit: Fit = "crop") -> Source:
         )
     decoded = decode(files, base, size, skip_bad, fit=fit)
     paths = [path.relative_to(base) for path in compress(files, decoded.readable)]
-    classes, targets = np.unique([p.parts[-2] for p in paths], return_inverse=True)
+    names, targets = np.unique([p.parts[-2] for p in paths], return_inverse=True)
     site = np.array([p.parts[0] for p in paths]) if depths == {3} else None
-    classes, targets = tuple(classes.tolist()), targets.astype(np.int64)
-    notes = noted(files, decoded, fit, others)
-    return Source(base.name, decoded.images, targets, classes, *IMAGENET, site=site, **notes)
+    classes, notes = tuple(names.tolist()), noted(files, decoded, fit, others)
+    return Source(base.name, decoded.images, targets.astype(np.int64), classes, *IMAGENET, site=site, **notes)
 
 
 def office_home(root: str, size: int = 224, skip_bad: bool = False, fit: Fit = "crop") -> Source:

@@ -137,7 +137,7 @@ class Run:
 
     def personal(self, client: str) -> PersonalModel:
         """Returns a client's model with all that a prediction or an exported file needs."""
-        return PersonalModel(client, self.config, self.names, self.experiment.model, self.state(client))
+        return PersonalModel(client, self.config, self.names, self.experiment.model, self.state(client), self.say)
 
     def model(self, client: str) -> nn.Module:
         """Returns a plain torch module on the CPU, in eval mode, personal adapter in place.
@@ -179,13 +179,17 @@ class Run:
         return lanes if lanes.lanes == 1 else gather(lanes, order)
 
     def predict(self, client: str, images: str | Path | Sequence[str | Path]) -> list[dict[str, Any]]:
-        """Returns class names with probabilities, most probable first; label probabilities for multi-label data."""
+        """Returns class names with probabilities, most probable first; label probabilities for multi-label data.
+
+        images: an image file or a folder of them, or several.
+        """
         return self.personal(client).predict([images] if isinstance(images, str | Path) else images)
 
     def export(self, client: str, out: str | Path, merged: bool = False) -> None:
         """Writes a client's model: .safetensors is the personal part, or with `merged` the whole network.
 
-        .pt2 and .onnx are the whole network as a program: normalised images `[n, 3, H, W]` in, logits out.
+        .pt2 and .onnx are the whole network as a program: pictures of any shape in, uint8
+        `[batch, height, width, 3]`, and probabilities out.
         """
         self.personal(client).export(Path(out), merged)
 
