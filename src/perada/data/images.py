@@ -132,7 +132,7 @@ def about_lost(lost: Sequence[float] | NDArray[np.float32], fit: Fit) -> str:
     if not cut:
         return ""
     mean, most = (f"{100 * share:.0f}%" for share in (float(np.mean(cut)), max(cut)))
-    amount = mean if len(cut) == 1 else f"{mean} of their pixels on average and at most {most}"
+    amount = f"{mean} of the pixels" if mean == most else f"{mean} of their pixels on average and at most {most}"
     whose = "has another shape than the network's: it loses" if len(cut) == 1 else "have another shape: they lose"
     return (
         f"{len(cut):,} of {count_of(len(lost), 'image')} {whose} {amount} at the sides (DataOptions.fit={fit}; "

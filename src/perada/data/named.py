@@ -52,7 +52,9 @@ class DataOptions:
     )
     labels: tuple[str, ...] = _option((), "multi-label: use only these labels; empty uses all")
     site: str = _option("site", "column of a manifest that names the owner of an image")
-    uncertain: Literal["ones", "zeros", "ignore"] = _option("ones", "what CheXpert's -1 means; ignore drops the image")
+    uncertain: Literal["ones", "zeros", "mask", "ignore"] = _option(
+        "ones", "what CheXpert's -1 means: present, absent, or not known (mask); ignore drops the image"
+    )
     normalise: Literal["data", "imagenet", "backbone"] = _option(
         "data", "whose mean and std: these, or what it expects"
     )

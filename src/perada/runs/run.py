@@ -137,7 +137,15 @@ class Run:
 
     def personal(self, client: str) -> PersonalModel:
         """Returns a client's model with all that a prediction or an exported file needs."""
-        return PersonalModel(client, self.config, self.names, self.experiment.model, self.state(client), self.say)
+        model, state = self.experiment.model, self.state(client)
+        return PersonalModel(client, self.config, self.names, model, state, self.say, self._thresholds(client))
+
+    def _thresholds(self, client: str) -> dict[str, float | None] | None:
+        """Returns a client's thresholds of labels; None before the run is finished, and for an older one."""
+        if not self.names.multilabel or not (self.path / "summary.json").is_file():
+            return None
+        chosen: dict[str, float | None] | None = self.summary.get("thresholds", {}).get(client)
+        return chosen
 
     def model(self, client: str) -> nn.Module:
         """Returns a plain torch module on the CPU, in eval mode, personal adapter in place.

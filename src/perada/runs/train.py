@@ -16,7 +16,7 @@ import torch
 from .. import __version__
 from ..callbacks import Callback, Metrics, OnRound, check_callbacks
 from ..client.cohort import SPLITS, LocalCohort
-from ..client.scores import all_scores_on
+from ..client.scores import all_scores_on, personal_thresholds
 from ..config import Config, build, describe, federation_of, resolve
 from ..config.settings import given
 from ..data import Federation, named_sets
@@ -282,6 +282,8 @@ def conclude(run: Run, experiment: Experiment, row: Evaluation) -> None:
     pretrained = RunFolder(run.path / "pretrain").metrics()
     if pretrained:  # full models crossed the network then
         summary["pretrain"] = {k: pretrained[-1][k] for k in ("round", "bytes_up", "bytes_down", "seconds")}
+    if experiment.federation.multilabel and experiment.federation.clients:
+        summary["thresholds"] = personal_thresholds(experiment.model, experiment.personal(), experiment.federation)
     if experiment.options.shifts and experiment.federation.clients:
         sets = named_sets(experiment.federation, "shifted", severities=experiment.options.severities)
         whole = experiment.global_model if summary["global_model"] else None
