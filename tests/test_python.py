@@ -522,3 +522,17 @@ def test_compare_and_tune_are_callable(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="did you mean 'scaffold'"):
         perada.compare("digits", methods=["scafold"], set=settings, out=tmp_path / "never")
     assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("call", [perada.train, perada.compare, perada.tune, lambda data: perada.load("x", data=data)])
+def test_arrays_as_data_are_told_where_to_go(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "config.toml").touch()
+    x, y = np.zeros((200, 64, 64), np.uint8), np.zeros(200, np.int64)
+    for data, kind in (((x, y), "tuple"), (x, "ndarray")):
+        with pytest.raises(
+            InputError, match=rf"not a {kind}: for arrays make perada.Federation.from_arrays\("
+        ) as error:
+            call(data=data)
+        assert len(str(error.value)) < 300

@@ -136,7 +136,7 @@ def test_a_run_with_unknown_labels(scans: Path, tmp_path: Path, capsys: pytest.C
                      model__pretrain_rounds=1)
     # fmt: on
     assert cli.main(["train", "folder", "--data", str(scans), *settings, "--out", str(tmp_path / "run")]) == 0
-    run = perada.load(tmp_path / "run", device="cpu")
+    run = perada.load(tmp_path / "run", device="cpu", say=lambda line: None)
     summary = run.summary
     assert summary["metric"] == "auc"
     assert all(np.isfinite(row["train_loss"]) for row in run.metrics)

@@ -2,6 +2,7 @@
 
 import io
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -207,6 +208,11 @@ def evaluate(
         raise InputError("--on: name at least one test set, such as local,global")
     with watched() as watch:
         scores = opened.evaluate(names, watch.copies)
+    try:
+        if opened.note(scores):
+            say(f"noted in {run}: perada report {shlex.quote(str(run))} shows it")
+    except OSError as error:
+        say(f"warning: cannot write to {run} ({error.strerror}): its report will not show these scores")
     show(as_json, {"run": str(run), **{k: v.as_dict() for k, v in scores.items()}}, tables.scores(scores))
 
 

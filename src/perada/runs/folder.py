@@ -24,6 +24,7 @@ from .files import (
     read_object,
     write_atomic,
 )
+from .further import FILE as EVALUATIONS
 from .manifest import BACKBONE, METRICS, Manifest
 from .moment import SPLITS, Checkpoint, Evaluation
 from .rows import Mark, Rows
@@ -36,6 +37,7 @@ PARTS = {
     METRICS,
     "summary.json",
     "report.html",
+    EVALUATIONS,
     BACKBONE,
     "checkpoints",
     "pretrain",

@@ -1,7 +1,7 @@
 """A run folder, opened: its clients, scores, personal models, predictions and exports."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ..lanes.machine import device_of
 from ..models import with_weights
 from ..predict.personal import PersonalModel
 from .folder import RunFolder
+from .further import add_scores
 from .names import not_empty
 
 OWN = {"local": "local_test", "val": "local_val", "global": "global_test"}  # test sets that every run has
@@ -180,6 +181,13 @@ class Run:
                 sets = named_sets(data, name, home or self.config.data.root or data_home(), levels, progress)
                 out[name] = scores_on(model, lanes, data, sets)
         return {key: out[key] for key in (OWN.get(name, name) for name in names)}
+
+    def note(self, scores: Mapping[str, Scores]) -> bool:
+        """Writes scores on further test sets to the folder, for its report; returns whether there are any."""
+        further = {name: of for name, of in scores.items() if name not in OWN.values()}
+        if further:
+            add_scores(self.path, self.experiment.now.round, further)
+        return bool(further)
 
     def _lanes_for(self, data: Federation) -> State:
         """Returns what the clients predict with, in the order that the data have them."""

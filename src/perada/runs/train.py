@@ -18,7 +18,7 @@ from ..callbacks import Callback, Metrics, OnRound, check_callbacks
 from ..client.cohort import SPLITS, LocalCohort
 from ..client.scores import all_scores_on, personal_thresholds
 from ..config import Config, build, describe, federation_of, resolve
-from ..config.settings import given
+from ..config.settings import given, path_text
 from ..data import Federation, named_sets
 from ..errors import InputError
 from ..experiment import Experiment, Say
@@ -108,7 +108,7 @@ def train(
     run's FedAvg pretraining. pool: trains this run's lanes together with other runs'.
     """
     check_callbacks(callbacks)
-    data = None if data is None else str(data)
+    data = path_text(data)
     named, source = source, chosen_source(source, data)
     overrides = given(set, method=method, data=data, seed=seed, device=device)
     with ExitStack() as stack:  # holds the folder's lock, taken before anything in it is changed
