@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from io import BufferedReader
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ DICOM = {".dcm", ".dicom"}
 FILE = 1 << 30  # bytes of a DICOM file
 GREY = ("MONOCHROME1", "MONOCHROME2")
 COLOUR = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT")
-DEFLATED = "1.2.840.10008.1.2.1.99"  # a small file of this kind may unpack to any size
+DEFLATED = (b"1.2.840.10008.1.2.1.99", b"1.2.840.10008.1.2.8.1")  # small files of these kinds may unpack to any size
 EXTRA = "pip install 'perada[dicom]'"
 
 
@@ -51,10 +51,11 @@ def dicom_image(path: Path, most: int) -> Image.Image:
     if not has_pydicom():
         raise InputError(f"cannot read image {path}: it is a DICOM file: {EXTRA}")
     try:
-        if _is_deflated(plain_file(path, FILE)):
+        with opened(plain_file(path, FILE), FILE) as file:
+            content = file.read()  # at once: a damaged length would make pydicom ask for gigabytes
+        if any(kind in content for kind in DEFLATED):
             raise InputError("a deflated DICOM file is not read: save it uncompressed")
-        with opened(path, FILE) as file:
-            return Image.fromarray(_picture(file, most))
+        return Image.fromarray(_picture(BytesIO(content), most))
     except FileNotFoundError:
         raise
     except InputError as error:
@@ -65,15 +66,8 @@ def dicom_image(path: Path, most: int) -> Image.Image:
         raise InputError(f"cannot read image {path}: it is damaged, or a kind of DICOM file{why}") from error
 
 
-def _is_deflated(path: Path) -> bool:
-    """Returns whether reading any tag unpacks the whole file."""
-    from pydicom.filereader import read_file_meta_info
-
-    return bool(read_file_meta_info(path).get("TransferSyntaxUID") == DEFLATED)
-
-
-def _picture(file: BufferedReader, most: int) -> NDArray[np.uint8]:
-    """Returns the pixels of an open file, uint8 `[height, width, 3]`."""
+def _picture(file: BytesIO, most: int) -> NDArray[np.uint8]:
+    """Returns the pixels of a file, uint8 `[height, width, 3]`."""
     from pydicom import dcmread
     from pydicom.pixels.utils import pixel_array
 
