@@ -1,4 +1,5 @@
-# Two commands for a newcomer: `make demo` and `make test`. Both build .venv once.
+# Two commands for a newcomer: `make demo` and `make test`. Both use .venv: the first installs what the demo needs, and the
+# second adds what the tests need.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,23 +9,27 @@ BIN := $(VENV)/bin
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "perada needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.tested: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@
 
 demo: $(VENV)/.installed
 	$(BIN)/perada train digits
 
-flower-demo: $(VENV)/.installed
+flower-demo: $(VENV)/.tested
 	$(BIN)/python examples/flower_demo.py
 
-test-network: $(VENV)/.installed
+test-network: $(VENV)/.tested
 	$(BIN)/python -m pytest tests/network
 
 # 1,000 random faults in the files of a run folder, and of each kind of input; `make test` tries fewer.
-torture: $(VENV)/.installed
+torture: $(VENV)/.tested
 	PERADA_MUTATIONS=1000 PERADA_EXAMPLES=1000 $(BIN)/python -m pytest tests/torture tests/test_mutated_inputs.py
 
-test: lint $(VENV)/.installed
+test: lint $(VENV)/.tested
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 	$(MAKE) wheel-check
 
@@ -43,14 +48,14 @@ test-lowest: $(LOWEST)/.installed
 	tests/models/test_weights.py tests/e2e/test_using_runs.py
 
 # The packages that `pip install 'perada[flower]'` brings, with their versions: sbom.cdx.json (CycloneDX).
-sbom: $(VENV)/.installed
+sbom: $(VENV)/.tested
 	$(BIN)/python tools/sbom.py
 
 audit:
 	@test -x .audit/bin/pip-audit || { $(PYTHON) -m venv .audit && .audit/bin/python -m pip install --quiet 'pip-audit>=2.10,<3'; }
 	.audit/bin/python tools/audit.py
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.tested
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -58,7 +63,7 @@ lint: $(VENV)/.installed
 
 # Builds the wheel, installs it into an empty environment and trains from it, so that a file missing from
 # the wheel cannot hide behind the source tree.
-wheel-check: $(VENV)/.installed
+wheel-check: $(VENV)/.tested
 	rm -rf .wheel-check && mkdir .wheel-check
 	$(BIN)/python -m build --quiet --wheel --outdir .wheel-check .
 	$(PYTHON) -m venv .wheel-check/venv
@@ -67,7 +72,7 @@ wheel-check: $(VENV)/.installed
 	rm -rf .wheel-check
 
 # On a machine with a GPU also the steps beside a plain loop, whole rounds, and the fast path against the plain one.
-bench: $(VENV)/.installed
+bench: $(VENV)/.tested
 	$(BIN)/python benchmarks/lanes.py
 	$(BIN)/python benchmarks/conv_kernels.py
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "no GPU here: that was all"; exit 0; } \

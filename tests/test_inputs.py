@@ -50,6 +50,7 @@ def refused(read: Callable[[], Any], *words: str) -> None:
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "x.png": lambda path: read_image(path, 8),
+    "x.dcm": lambda path: read_image(path, 8),
     "x.npz": lambda path: npz(str(path)),
     "x.csv": lambda path: manifest(str(path)),
     "x.toml": lambda path: resolve(str(path)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import tempfile
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dicom import write_dicom
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -38,6 +40,12 @@ def written(write: Callable[[io.BytesIO], Any]) -> bytes:
 
 def picture(kind: str) -> bytes:
     return written(lambda f: Image.fromarray(X[0]).convert("P" if kind == "GIF" else "RGB").save(f, kind))
+
+
+def dicom_file() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        pixels = X[0].astype(np.uint16) * 200
+        return write_dicom(Path(folder) / "x.dcm", pixels, WindowCenter=9000, WindowWidth=20000).read_bytes()
 
 
 def arrays(compress: bool) -> bytes:
@@ -82,6 +90,7 @@ KINDS: dict[str, tuple[str, bytes, Callable[[Path], Any]]] = {
     "tiff": ("x.tif", picture("TIFF"), lambda path: read_image(path, 8)),
     "bmp": ("x.bmp", picture("BMP"), lambda path: read_image(path, 8)),
     "webp": ("x.webp", picture("WEBP"), lambda path: read_image(path, 8)),
+    "dicom": ("x.dcm", dicom_file(), lambda path: read_image(path, 8)),
     "npz": ("x.npz", arrays(False), data),
     "npz, compressed": ("x.npz", arrays(True), data),
     "npz, right checksums": ("x.npz", arrays(False), data),

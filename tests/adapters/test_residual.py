@@ -18,10 +18,11 @@ from torch import nn
 import perada
 from perada import adapt, plugins
 from perada.adapters import Adapter, Residual, adapter_of
+from perada.adapters.merged import merged_state
 from perada.errors import InputError
 from perada.lanes import LaneConv2d, ResidualAdapter, key_of
 from perada.models import backbone
-from perada.models.resnet import resnet
+from perada.models.resnet import SHAPES, resnet
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
@@ -159,6 +160,78 @@ def test_a_merged_resnet_has_the_backbones_names() -> None:
     more = set(merged.state_dict()) - set(net.state_dict())
     assert more == {f"{place}.bias" for place in kind.places(net)}
     assert all(type(merged.get_submodule(p)) is nn.Conv2d for p in kind.places(net))
+
+
+def noisy_plain(net: nn.Module) -> nn.Module:
+    """The network with adapters and statistics that matter, in float64."""
+    model = adapt(net, trained="adapter").to("cpu", torch.float64)
+    state = noisy(model.initial())
+    for name, b in state.buffers.items():
+        b.add_(0.3 * torch.rand(b.shape, generator=torch.Generator().manual_seed(len(name)), dtype=b.dtype))
+    return model.plain(state)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_merged_weights_load_strictly_into_the_resnet(name: str) -> None:
+    net = resnet(name, 4).double().eval()
+    plain, images = noisy_plain(net), torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    before = net(images)
+    state = merged_state(plain, Residual().merge(plain), (3, 32, 32))
+    net.load_state_dict(state, strict=True)
+    assert_close_norm(net(images), plain(images), 1e-9)
+    assert (net(images) - before).abs().max() > 1e-3 * before.abs().max(), "the adapters do something"
+    assert state.keys() == {n for n in net.state_dict() if not n.endswith("num_batches_tracked")}
+
+
+@pytest.mark.parametrize("name", ["bottleneck", "no norm"])
+def test_merged_weights_load_strictly_into_other_networks(name: str) -> None:
+    net = network(name).double().eval()
+    plain, images = noisy_plain(net), torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    net.load_state_dict(merged_state(plain, Residual().merge(plain), (3, 8, 8)), strict=True)
+    assert_close_norm(net(images), plain(images), 1e-9)
+
+
+class OutOfOrder(nn.Module):
+    """Its norms are declared behind the wrong convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(3, 6, 3, bias=False)
+        self.norm_of_two = nn.BatchNorm2d(6)
+        self.two = nn.Conv2d(6, 6, 3, bias=False)
+        self.norm_of_one = nn.BatchNorm2d(6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm_of_one(self.one(x)))
+        x = torch.relu(self.norm_of_two(self.two(x)))
+        out: torch.Tensor = self.head(x.mean((2, 3)))
+        return out
+
+
+class NoNorm(nn.Module):
+    def __init__(self, groups: int = 1, bias: bool = False) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 6, 3, groups=groups, bias=bias), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(torch.relu(self.conv(x)).mean((2, 3)))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("net", "why"),
+    [
+        (OutOfOrder(), "not called in the order in which they are declared"),
+        (NoNorm(), "conv: it has no bias, and no batch norm behind it"),
+        (NoNorm(3, True), r"conv.weight: it would have the shape \[6, 3, 3, 3\], not \[6, 1, 3, 3\]"),
+    ],
+)
+def test_what_cannot_be_merged_under_its_own_names_is_refused(net: nn.Module, why: str) -> None:
+    plain = noisy_plain(net)
+    with pytest.raises(InputError, match=f"{why}.*Export a .pt2 or .onnx file") as error:
+        merged_state(plain, Residual().merge(plain), (3, 8, 8))
+    assert "\n" not in str(error.value)
 
 
 # By name.

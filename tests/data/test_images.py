@@ -58,13 +58,13 @@ def files(tmp_path: Path) -> list[Path]:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files decoded from here on."""
     seen: list[Path] = []
-    real = module.read_image
+    real = module.read_and_measure
 
-    def spy(path: Path, size: int) -> Any:
+    def spy(path: Path, size: int, fit: Any) -> Any:
         seen.append(path)
-        return real(path, size)
+        return real(path, size, fit)
 
-    monkeypatch.setattr(module, "read_image", spy)
+    monkeypatch.setattr(module, "read_and_measure", spy)
     return seen
 
 
@@ -75,7 +75,7 @@ def reds(images: np.ndarray) -> list[int]:
 
 
 def load(files: list[Path], skip_bad: bool = False, size: int = 8) -> tuple[np.ndarray, np.ndarray]:
-    return decode(files, files[0].parent, size, skip_bad)
+    return decode(files, files[0].parent, size, skip_bad)[:2]
 
 
 # The cache.
@@ -181,11 +181,11 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from perada.data import images
-images.CACHE_FROM, images._WINDOW, real = 1, 4, images.read_image
-def slow(path, size):
+images.CACHE_FROM, images._WINDOW, real = 1, 4, images.read_and_measure
+def slow(path, size, fit):
     time.sleep(float(sys.argv[2]))
-    return real(path, size)
-images.read_image = slow
+    return real(path, size, fit)
+images.read_and_measure = slow
 files = sorted(Path(sys.argv[1]).iterdir())
 print(images.decode(files, Path(sys.argv[1]), 8, False)[0][:, 0, 4, 4].tolist())
 """

@@ -16,7 +16,8 @@ from PIL import Image
 
 from perada.data import DataOptions, read_image
 from perada.data import images as module
-from perada.data.images import LONGEST, decode, resized
+from perada.data.fit import LONGEST
+from perada.data.images import decode, resized
 from perada.errors import InputError
 
 RNG = np.random.default_rng(0)
@@ -40,10 +41,11 @@ def refused(path: Path, *words: str) -> None:
 
 
 def scaled_then_cropped(path: Path, size: int) -> np.ndarray:
-    """The definition: the shorter side is scaled to `size`, and the middle is kept."""
+    """The definition: the shorter side is scaled to `size`, rows first, and the middle is kept."""
     rgb = Image.open(path).convert("RGB")
     scale = size / min(rgb.size)
-    rgb = rgb.resize((max(size, round(rgb.width * scale)), max(size, round(rgb.height * scale))))
+    width, height = max(size, round(rgb.width * scale)), max(size, round(rgb.height * scale))
+    rgb = rgb.resize((width, rgb.height)).resize((width, height))
     left, top = (rgb.width - size) // 2, (rgb.height - size) // 2
     return np.asarray(rgb.crop((left, top, left + size, top + size)), np.uint8).transpose(2, 0, 1)
 
@@ -176,7 +178,7 @@ def test_a_size_that_no_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(InputError, match=wanted):
             resized(np.zeros((count, 1, 8, 8), np.uint8), 64, (what,))
     monkeypatch.undo()
-    images, _ = decode([tmp_path / "x.png"], tmp_path, 64, False)
+    images, *_ = decode([tmp_path / "x.png"], tmp_path, 64, False)
     assert images.shape == (1, 3, 64, 64)
 
 

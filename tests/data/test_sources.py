@@ -20,6 +20,7 @@ from perada.data.cifar import CIFAR10_CLASSES, cifar10, cifar10_1, cifar10_c, ci
 from perada.data.corruptions import CORRUPTIONS
 from perada.data.folder import office_home
 from perada.data.manifest import DISEASES, chexpert
+from perada.data.source import UNKNOWN
 from perada.errors import InputError
 
 RNG = np.random.default_rng(0)
@@ -354,6 +355,7 @@ def xrays(tmp_path: Path) -> Path:
     [
         ("ones", [[1, 0, 0, 0, 0], [0, 1, 0, 1, 0], [0, 0, 0, 0, 1]]),
         ("zeros", [[1, 0, 0, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 1]]),
+        ("mask", [[1, 0, 0, 0, 0], [0, UNKNOWN, 0, 1, 0], [0, 0, 0, 0, 1]]),
         ("ignore", [[1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]),
     ],
 )

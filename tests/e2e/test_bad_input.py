@@ -244,7 +244,10 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "predict without an image": (["predict", "run", "--client", "client-00"], ["IMAGE"]),
     "predict a missing image": (["predict", "run", "--client", "client-00", "gone.png"], ["gone.png"]),
     "predict what is no image": (["predict", "run", "--client", "client-00", "not-an-image.png"], ["not-an-image.png"]),
-    "predict a folder": (["predict", "run", "--client", "client-00", "sites"], ["sites"]),
+    "predict a folder without images": (
+        ["predict", "run", "--client", "client-00", "run/checkpoints"],
+        ["no images in run/checkpoints"],
+    ),
     "predict a decompression bomb": (["predict", "run", "--client", "client-00", "bomb.png"], ["bomb.png"]),
     "export for an unknown client": (["export", "run", "--client", "x", "--out", "x.safetensors"], ["'x'"]),
     "export to another format": (["export", "run", "--client", "client-00", "--out", "x.pt"], [".safetensors"]),

@@ -175,7 +175,7 @@ def test_what_the_data_lack_is_said_before_the_training(
         for name in ("bee", "cow"):
             shutil.rmtree(flat / name)
     share = 0.0 if lacks == "test images" else 0.2
-    chosen = words(data__partition="iid", data__clients=2, data__test=share, model__weights="fedavg")
+    chosen = words(data__partition="iid", data__clients=2, data__test=share, model__weights="fedavg", data__fit="pad")
     assert cli.main(["train", "folder", "--data", str(flat), *chosen, "--out", str(tmp_path / "run")]) == 0
     lines = capsys.readouterr().err.splitlines()
     found = [line for line in lines if line.startswith("warning: ")]
@@ -192,7 +192,7 @@ def test_public_images_that_are_not_used_are_said_to_be(
     """The preset's distill.steps is 0."""
     for i in range(4):
         picture(tmp_path / "pub" / f"{i}.png", i)
-    chosen = ["folder", "--data", str(flat), *words(data__partition="iid", data__clients=2)]
+    chosen = ["folder", "--data", str(flat), *words(data__partition="iid", data__clients=2, data__fit="pad")]
     public = ["--set", f"distill.data={tmp_path / 'pub'}"]
     for n, (more, said_so) in enumerate(
         [([], 0), (public, 1), ([*public, "--set", "distill.steps=1"], 0), ([*public, "--method", "fedavg"], 0)]

@@ -14,7 +14,6 @@ import onnxruntime
 import pytest
 import torch
 from commands import said, strict
-from lanes import oracle
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -123,10 +122,13 @@ def test_an_exported_adapter_is_the_one_in_the_checkpoint(
     for name, tensor in held.items():
         assert torch.equal(found[name.partition("/")[2]], tensor)
     with safe_open(out, "pt") as f:
-        about = f.metadata()
+        about = json.loads(f.metadata()["perada"])
     assert about["client"] == "client-01"
     assert about["method"] == "perada"
-    assert json.loads(about["classes"]) == list("0123456789")
+    assert about["classes"] == list("0123456789")
+    assert (about["size"], about["fit"], about["interpolation"]) == ([8, 8], "crop", "bicubic")
+    assert (about["mean"], about["std"], about["grey"]) == ([0.3], [0.35], True)
+    assert about["thresholds"] is None
 
 
 def test_a_merged_export_loads_into_a_plain_module(
@@ -135,8 +137,8 @@ def test_a_merged_export_loads_into_a_plain_module(
     """A network that knows nothing of this package's layers gives the same logits as run.model()."""
     out = tmp_path / "merged.safetensors"
     said(capsys, "export", str(run), "--client", "client-01", "--out", str(out), "--merged")
-    net = oracle.with_adapters(resnet("resnet8", 10, seed=99))
-    net.load_state_dict(load_file(out))
+    net = resnet("resnet8", 10, seed=99)
+    net.load_state_dict(load_file(out), strict=True)
     with torch.no_grad():
         found, wanted = net.eval()(digits_ready()), perada.load(run).model("client-01")(digits_ready())
     assert torch.allclose(found, wanted, atol=1e-5)
@@ -322,14 +324,14 @@ def test_a_table_in_a_pipe_is_not_cut() -> None:
 def test_an_exported_program_says_what_the_model_says(
     ending: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For any number of images, in a runtime that knows nothing of this project."""
+    """For any number of images of any shape, in a runtime that knows nothing of this project."""
     out = tmp_path / f"client.{ending}"
     assert "wrote" in said(capsys, "export", str(run), "--client", "client-01", "--out", str(out))
     opened = perada.load(run)
     pixels = torch.randint(0, 256, (5, 1, 8, 8), dtype=torch.uint8)
-    images = opened.normalise(pixels)
     with torch.no_grad():
-        wanted = opened.model("client-01")(images)
+        wanted = opened.model("client-01")(opened.normalise(pixels)).softmax(-1)
+    images = pixels.permute(0, 2, 3, 1).repeat(1, 1, 1, 3)  # of their own size, and in colours without a colour
     for n in (5, 1):
         if ending == "pt2":
             more = {"perada.json": ""}
@@ -337,13 +339,14 @@ def test_an_exported_program_says_what_the_model_says(
             about = json.loads(more["perada.json"])
         else:
             session = onnxruntime.InferenceSession(out, providers=["CPUExecutionProvider"])
-            found = torch.from_numpy(session.run(["logits"], {"images": images[:n].numpy()})[0])
-            about = session.get_modelmeta().custom_metadata_map
+            found = torch.from_numpy(session.run(["probabilities"], {"images": images[:n].numpy()})[0])
+            about = json.loads(session.get_modelmeta().custom_metadata_map["perada"])
+            assert session.get_inputs()[0].shape == ["batch", "height", "width", 3]
+            assert session.get_outputs()[0].shape == ["batch", 10]
         assert torch.allclose(found, wanted[:n], atol=1e-5)
     assert about["client"] == "client-01"
-    assert json.loads(about["classes"]) == list("0123456789")
-    held = opened.names
-    assert (json.loads(about["mean"]), json.loads(about["std"])) == (list(held.mean), list(held.std))
+    assert about["classes"] == list("0123456789")
+    assert about == opened.personal("client-01").notes()
 
 
 def test_an_onnx_file_needs_its_extra(

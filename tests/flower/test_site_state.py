@@ -203,13 +203,15 @@ def test_a_site_gets_its_model_out_without_the_server(
         shown = personal_scores(found.network, found.state, data, ("local",))
         assert shown["local_test"].per_client[name] == row["local_test"]["per_client"][name]
         found.export(tmp_path / f"{name}.safetensors", merged=True)
-        net = found.module()
+        net, pictures = resnet("resnet8", len(data.classes)), torch.rand(3, 3, 8, 8)
         net.load_state_dict(load_file(tmp_path / f"{name}.safetensors"))
+        assert torch.allclose(net.eval()(pictures), found.module()(pictures), atol=1e-4)
     personal_model(settings, "run").export(tmp_path / "part.safetensors")
     assert set(load_file(tmp_path / "part.safetensors")) == {*found.state.params, *found.state.buffers}
     with safe_open(tmp_path / "part.safetensors", "pt") as file:
-        said = {k: json.loads(file.metadata()[k]) for k in ("mean", "std", "size", "multilabel")}
-    assert said == {"mean": list(data.mean), "std": list(data.std), "size": [8, 8], "multilabel": False}
+        said = json.loads(file.metadata()["perada"])
+    assert said == found.notes()
+    assert said["size"] == [8, 8]
     picture = tmp_path / "picture.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 20, 3), dtype=np.uint8)).save(picture)
     (seen,) = found.predict([picture])
@@ -225,9 +227,9 @@ def test_a_site_gets_its_model_out_without_the_server(
     assert (seen["client"], seen["multilabel"]) == (settings.name, False)
     if method == "perada":  # a program, for a machine without perada
         found.export(tmp_path / "whole.pt2")
-        images = torch.rand(3, 3, 8, 8)
         program = torch.export.load(tmp_path / "whole.pt2").module()
-        assert torch.allclose(program(images), found.module()(images), atol=1e-6)
+        (shares,) = program(torch.from_numpy(np.array(Image.open(picture)))[None]).tolist()
+        assert shares == pytest.approx([seen["probabilities"][name] for name in data.classes], abs=1e-5)
     with pytest.raises(InputError, match="unknown run 'walk'"):
         personal_model(settings, "walk")
     with pytest.raises(InputError, match="holds no run of this site yet"):

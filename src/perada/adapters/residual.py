@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import InputError
-from ..lanes import LaneConv2d, ResidualAdapter, is_resnet, key_of, parent_of
+from ..lanes import LaneBatchNorm, LaneConv2d, ResidualAdapter, is_resnet, key_of, parent_of
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,11 @@ def dense(conv: nn.Conv2d) -> torch.Tensor:
     return out
 
 
-def norm_behind(module: nn.Module, name: str, conv: nn.Conv2d) -> _BatchNorm | None:
+def norm_behind(module: nn.Module, name: str, conv: nn.Conv2d) -> _BatchNorm | LaneBatchNorm | None:
     """Returns the batch norm that follows a convolution in the order of their parent, where there is one."""
     children = list(parent_of(module, name)[0].children())
     at = next(i for i, child in enumerate(children) if child is conv)
     following = children[at + 1] if at + 1 < len(children) else None
-    if isinstance(following, _BatchNorm) and following.num_features == conv.out_channels:
-        return following if following.running_mean is not None else None
+    if isinstance(following, _BatchNorm | LaneBatchNorm) and following.running_mean is not None:
+        return following if len(following.running_mean) == conv.out_channels else None
     return None

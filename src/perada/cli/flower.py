@@ -4,6 +4,7 @@ import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,6 @@ import typer
 
 from ..config import parse_setting
 from ..config.settings import given
-from ..data.images import pictures_in
 from ..errors import InputError
 from ..flower import certs
 from ..flower.address import PORT, Address
@@ -229,7 +229,7 @@ def collect_command(
 
 @app.command("predict")
 def predict_command(
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="pictures of any size")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="pictures of any size, or folders of them")],
     site: SiteName = None,
     folder: SiteFolder = Path(),
     run: SiteRun = "",
@@ -240,9 +240,9 @@ def predict_command(
     """At a site: predict with its own model. Needs no server and no data; --drift needs the site's data once."""
     settings, known = predicting(sets), known_site(folder, site)
     if drift:
-        predictions = aware_predictions(personal_predictor(known, run, settings), images)
+        predictions = aware_predictions(replace(personal_predictor(known, run, settings), say=say), images)
     else:
-        predictions = personal_model(known, run).predict(images)
+        predictions = replace(personal_model(known, run), say=say).predict(images)
     show(as_json, predictions, tables.predictions(predictions))
 
 
@@ -256,8 +256,8 @@ def drift_command(
     as_json: AsJson = False,
 ) -> None:
     """At a site: say whether images look like its own. The exit code is 0 if they do, and 3 if they have drifted."""
-    files = pictures_in(images)
-    report_drift(personal_predictor(known_site(folder, site), run, predicting(sets)).check(files), as_json)
+    predictor = personal_predictor(known_site(folder, site), run, predicting(sets))
+    report_drift(replace(predictor, say=say).check(images), as_json)
 
 
 @app.command("export")
@@ -266,7 +266,7 @@ def export_command(
     site: SiteName = None,
     folder: SiteFolder = Path(),
     run: SiteRun = "",
-    merged: Annotated[bool, typer.Option("--merged", help="the whole network instead of the personal part")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="the whole network, adapters merged into it")] = False,
 ) -> None:
     """At a site: write its own model to one file. Needs no server and no data."""
     personal_model(known_site(folder, site), run).export(out_file, merged)

@@ -2,6 +2,7 @@
 
 import io
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ from ..config import in_keys, parse_grid, parse_setting, presets, resolve
 from ..config.objects import about_data
 from ..config.settings import given
 from ..data import build_federation
-from ..data.images import pictures_in
 from ..errors import InputError, RunError
 from ..inputs import printable
 from ..lanes.machine import device_of, keep_memory
@@ -217,13 +217,18 @@ def evaluate(
         return
     with watched() as watch:
         scores = opened.evaluate(names, watch.copies)
+    try:
+        if opened.note(scores):
+            say(f"noted in {run}: perada report {shlex.quote(str(run))} shows it")
+    except OSError as error:
+        say(f"warning: cannot write to {run} ({error.strerror}): its report will not show these scores")
     show(as_json, {"run": str(run), **{k: v.as_dict() for k, v in scores.items()}}, tables.scores(scores))
 
 
 @app.command()
 def predict(
     run: RunPath,
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="pictures of any size")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="pictures of any size, or folders of them")],
     client: Client,
     data: DataPath = None,
     drift: Aware = False,
@@ -248,9 +253,8 @@ def drift_command(
     as_json: AsJson = False,
 ) -> None:
     """Say whether images look like a client's own. The exit code is 0 if they do, and 3 if they have drifted."""
-    files = pictures_in(images)
     opened = load(run, data=data, set=predicting(sets), device=device, say=say)
-    report_drift(opened.predictor(client).check(files), as_json)
+    report_drift(opened.predictor(client).check(images), as_json)
 
 
 @app.command()
@@ -260,7 +264,7 @@ def export(
     out_file: Annotated[
         Path, typer.Option("--out", metavar="FILE", help=".safetensors: weights; .pt2, .onnx: the whole network")
     ],
-    merged: Annotated[bool, typer.Option("--merged", help="the whole network instead of the personal part")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="the whole network, adapters merged into it")] = False,
     data: DataPath = None,
 ) -> None:
     """Write a client's personal adapter (or merged model) to one file; .onnx needs pip install 'perada[onnx]'."""

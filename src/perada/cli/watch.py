@@ -60,6 +60,8 @@ class Watch(Callback):
             self.bar.console.print(
                 f"warning: {name}: training stopped being finite in round {progress.round}, which goes on without it"
             )
+        if progress.round < self.bar.tasks[self.rounds].completed:  # another training: its clock begins at zero
+            self.bar.reset(self.rounds)
         shown = progress.row.brief() if progress.row else progress.stage if progress.round == 0 else None
         self.bar.update(self.rounds, description=shown, total=progress.rounds, completed=progress.round, visible=True)
 

@@ -77,16 +77,47 @@ def score(logits: Tensor, targets: Tensor) -> float | None:
 
 
 def label_areas(logits: Tensor, targets: Tensor) -> list[float | None]:
-    """Returns each label's area under the ROC curve; None with one class only, or where a logit is not finite."""
+    """Returns each label's area under the ROC curve, on the samples where it is known.
+
+    None with one class only, or where a logit is not finite.
+    """
     from sklearn.metrics import roc_auc_score  # slow to import, and only AUC needs it
 
-    predicted, truth = logits.double().cpu().numpy(), targets.cpu().numpy()
-    return [
-        float(roc_auc_score(truth[:, j], predicted[:, j]))
-        if 0 < truth[:, j].sum() < len(truth) and np.isfinite(predicted[:, j]).all()
-        else None
-        for j in range(truth.shape[1])
-    ]
+    columns = known_columns(logits, targets)
+    return [None if column is None else float(roc_auc_score(*column)) for column in columns]
+
+
+Column = tuple[NDArray[np.float64], NDArray[np.float64]]  # of one label: the truth, 0 or 1, and the logits
+
+
+def known_columns(logits: Tensor, targets: Tensor) -> list[Column | None]:
+    """Returns each label's samples where it is known; None with one class only, or where a logit is not finite."""
+    predicted, truth = logits.double().cpu().numpy(), targets.double().cpu().numpy()
+    columns: list[Column | None] = []
+    for guess, label in zip(predicted.T, truth.T, strict=True):
+        known = ~np.isnan(label)
+        both = 0 < label[known].sum() < known.sum()
+        columns.append((label[known], guess[known]) if both and np.isfinite(guess).all() else None)
+    return columns
+
+
+def best_thresholds(logits: Tensor, targets: Tensor) -> list[float | None]:
+    """Returns per label the probability from which it counts as present: sensitivity + specificity are largest there.
+
+    It lies halfway between two samples' probabilities. None where no threshold is better than chance.
+    """
+    return [None if column is None else _best_threshold(*column) for column in known_columns(logits, targets)]
+
+
+def _best_threshold(truth: NDArray[np.float64], logits: NDArray[np.float64]) -> float | None:
+    shares = 1 / (1 + np.exp(-logits.clip(-700, 700)))
+    levels = np.unique(shares)
+    between = (levels[1:] + levels[:-1]) / 2
+    present, absent = np.sort(shares[truth == 1]), np.sort(shares[truth == 0])
+    missed = np.searchsorted(present, between) / len(present)  # the share of the present that lies below
+    right = np.searchsorted(absent, between) / len(absent)
+    gain = right - missed
+    return float(between[gain.argmax()]) if len(gain) and gain.max() > 0 else None
 
 
 @dataclass(frozen=True)
@@ -136,6 +167,16 @@ def _percent(areas: Iterable[float | None]) -> float | None:
     """Returns the mean of the defined areas in percent."""
     defined = [a for a in areas if a is not None]
     return 100.0 * float(np.mean(defined)) if defined else None
+
+
+def personal_thresholds(model: LaneModel, lanes: State, federation: Federation) -> dict[str, dict[str, float | None]]:
+    """Returns the clients' thresholds of all labels, chosen on their own validation data."""
+    indices = [c.val for c in federation.clients]
+    logits = own_logits(model, lanes, federation, indices)
+    return {
+        c.name: dict(zip(federation.classes, best_thresholds(own, federation.labels(c.val)), strict=True))
+        for c, own in zip(federation.clients, logits, strict=True)
+    }
 
 
 def personal_scores(

@@ -52,9 +52,14 @@ class Train:
 
 
 def sample_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the loss per sample `[..., B]`: cross-entropy, or for label vectors the mean binary cross-entropy."""
+    """Returns the loss per sample `[..., B]`: cross-entropy, or for label vectors the mean binary cross-entropy.
+
+    A label that is not known (NaN) adds nothing to the mean, and has no gradient.
+    """
     if targets.is_floating_point():
-        return F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="none").mean(-1)
+        known, truth = ~targets.isnan(), targets.nan_to_num(0.0).to(logits)
+        each = F.binary_cross_entropy_with_logits(logits, truth, reduction="none")
+        return each.where(known, 0.0).mean(-1)
     return ops_for(logits.device).cross_entropy(logits, targets)
 
 

@@ -107,7 +107,7 @@ def public_of(config: Config, federation: Federation) -> Tensor | None:
     """Returns the server's public images; None without any."""
     if config.distill.data == VALIDATION:
         return federation.take(federation.val)
-    return public_images(config.distill.data, federation.images.shape[-1], config.data.root)
+    return public_images(config.distill.data, federation.images.shape[-1], config.data.root, config.data.fit)
 
 
 def _network(
@@ -177,6 +177,7 @@ def describe(experiment: Experiment) -> Config:
 def about_data(federation: Federation) -> list[str]:
     """Returns a warning for everything that the data lack."""
     lines = [f"warning: cannot read {path}: skipped (DataOptions.skip_bad)" for path in federation.skipped]
+    lines += [f"warning: {remark}" for remark in federation.remarks]
     if not federation.tested:
         lines.append("warning: no client has test images, so test scores are n/a: raise DataOptions.test")
     if not federation.multilabel and bool((federation.targets == federation.targets[0]).all()):

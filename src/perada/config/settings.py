@@ -26,6 +26,16 @@ GRIDS: dict[str, tuple[float, ...]] = {  # the paper's
 }
 
 
+def path_text(data: object) -> str | None:
+    """Returns the path of the data as text, None without one; refuses what is not a path, such as arrays."""
+    if data is None or isinstance(data, str | Path):
+        return None if data is None else str(data)
+    raise InputError(
+        f"data must be the path of a folder or file, not a {type(data).__name__}: for arrays make "
+        'perada.Federation.from_arrays({"site": (x, y)}) and train it with perada.Experiment (docs/python.md)'
+    )
+
+
 def given(
     set: Settings | None = None,
     *,
@@ -36,7 +46,7 @@ def given(
     lanes: int | None = None,
 ) -> dict[str, Any]:
     """Returns `set` with the settings that have an argument of their own."""
-    own: dict[str, Any] = {"method.name": method, "data.root": None if data is None else str(data)}
+    own: dict[str, Any] = {"method.name": method, "data.root": path_text(data)}
     own |= {"run.device": device, "run.seed": seed, "run.lanes": lanes}
     return {**(set or {}), **{key: value for key, value in own.items() if value is not None}}
 

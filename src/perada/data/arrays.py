@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | images | images, x, data | `[n, H, W]`, `[n, H, W, C]` or `[n, C, H, W]`, C 1 or 3; uint8, or float in [0, 1] |
 | … or as image files | jpeg (or png, encoded) and offset | all bytes, uint8, and where each image starts, `[n + 1]` |
-| labels | labels, y, targets, label | `[n]` (or `[n, 1]`) whole numbers or names; 0 or 1 `[n, L]` for several labels |
+| labels | labels, y, targets, label | `[n]` (or `[n, 1]`) numbers or names; several: 0, 1, NaN (not known) `[n, L]` |
 | names of the classes, optional | classes, class_names, label_names | `[classes]` |
 | owners, optional | site, domain, client | `[n]` names, or numbers into sites, domains or clients |
 | split, optional | split | `[n]` of train, val and test; or `test` and `val` as `[n]` of 0 and 1 |
@@ -30,7 +30,7 @@ from ..errors import InputError, unknown
 from ..inputs import CLASSES, plain_file, user_path
 from ..lanes.machine import free_memory
 from .images import IMAGENET, opened_image
-from .source import Mask, Pixels, Source, Targets
+from .source import UNKNOWN, Mask, Pixels, Source, Targets
 
 IMAGES = ("images", "x", "X", "data")
 ENCODED = ("jpeg", "png", "encoded")
@@ -244,7 +244,7 @@ def _decoded(file: Path, data: Array, offset: Array) -> Pixels:
 
 
 def _labels(where: str, labels: Any, count: int) -> Array:
-    """Returns labels as given, checked: whole numbers or names `[n]`, or 0 and 1 `[n, labels]`."""
+    """Returns labels as given, checked: whole numbers or names `[n]`, or 0, 1 and UNKNOWN `[n, labels]`."""
     y = _numpy(where, labels)
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
@@ -253,9 +253,10 @@ def _labels(where: str, labels: Any, count: int) -> Array:
     if count == 0:
         raise InputError(f"{where}: no images in it")
     if y.ndim == 2:
-        if y.dtype.kind not in "biuf" or not np.isin(y, (0, 1)).all():
-            raise InputError(f"{where}: labels {list(y.shape)} must be 0 or 1 everywhere")
-        return y
+        blank = np.isnan(y) if y.dtype.kind == "f" else np.zeros(y.shape, np.bool_)
+        if y.dtype.kind not in "biuf" or not (np.isin(y, (0, 1)) | blank).all():
+            raise InputError(f"{where}: labels {list(y.shape)} must be 0 or 1 everywhere, or NaN where not known")
+        return np.where(blank, UNKNOWN, y)
     if y.dtype.kind == "O" and all(isinstance(name, str) for name in y):  # as pandas has text
         return y.astype(np.str_)
     if y.dtype.kind not in "biuU":

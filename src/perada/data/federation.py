@@ -22,7 +22,7 @@ from .folder import folder
 from .images import IMAGENET
 from .named import GIVEN, DataOptions, read_source
 from .partition import LEAST
-from .source import Client, Indices, Pixels, Source, check_classes, check_sites
+from .source import UNKNOWN, Client, Indices, Pixels, Source, check_classes, check_sites
 from .split import fingerprint, pixels_hash, split
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ class Federation:
 
     name: str
     images: Tensor  # uint8 [N, C, H, W], on the compute device, or in (mapped) memory if they do not fit
-    targets: Tensor  # int64 [N], or float [N, labels], on the compute device
+    targets: Tensor  # int64 [N], or float [N, labels] with NaN where a label is not known; on the compute device
     classes: tuple[str, ...]
     clients: tuple[Client, ...]
     mean: tuple[float, ...]
@@ -52,6 +52,7 @@ class Federation:
     augment: Augment | None = None  # random views, in training
     stream: bool = False  # whether images are fetched batch by batch, one batch ahead
     skipped: tuple[str, ...] = ()  # files that could not be read
+    remarks: tuple[str, ...] = ()  # what else of the files is not used
     tested: bool = True  # whether any client has test images; known even where those must not be touched
     fingerprint: str = ""  # of who holds which images (`split.fingerprint`)
     pixels: str = ""  # a hash of arrays that the user gave, which have no file names
@@ -78,8 +79,9 @@ class Federation:
         """Returns a federation of arrays in memory, with one client per site: `{"north": (x, y), "south": (x2, y2)}`.
 
         x: numpy or torch, `[n, H, W]`, `[n, H, W, C]` or `[n, C, H, W]`, uint8 or float in [0, 1]. y: labels `[n]`
-        (numbers or names), or `[n, labels]` of 0 and 1. val and test: the share of each site's data, or one set per
-        site. options: other fields of `DataOptions`; partition="dirichlet" pools the sites and simulates clients.
+        (numbers or names), or `[n, labels]` of 0, 1 and NaN for not known. val and test: the share of each site's
+        data, or one set per site. options: other fields of `DataOptions`; partition="dirichlet" pools the sites and
+        simulates clients.
         """
         options = {"name": GIVEN, "partition": "site", **options}
         sets: dict[str, Any] = {}
@@ -94,7 +96,7 @@ class Federation:
         options: other fields of `DataOptions`.
         """
         chosen = _of_files(path, size, partition, options)
-        return build_federation(chosen, source=folder(chosen.root, size, chosen.skip_bad))
+        return build_federation(chosen, source=folder(chosen.root, size, chosen.skip_bad, chosen.fit))
 
     @classmethod
     def from_manifest(cls, path: str | Path, *, size: int = 64, partition: str = "site", **options: Any) -> Federation:
@@ -191,7 +193,7 @@ class Federation:
         """Returns the training samples per client and class, `[clients, classes]`."""
         targets = self.targets.cpu().numpy()
         if self.multilabel:
-            return np.stack([targets[c.train].sum(0).astype(np.int64) for c in self.clients])
+            return np.stack([np.nansum(targets[c.train], 0).astype(np.int64) for c in self.clients])
         return np.stack([np.bincount(targets[c.train], minlength=len(self.classes)) for c in self.clients])
 
     def facts(self) -> dict[str, Any]:
@@ -232,11 +234,10 @@ def build_federation(options: DataOptions, device: torch.device = CPU, source: S
     check_sites(source.name, source.site)
     clients, server = split(source, options)
     _enough(clients)
-    targets = torch.from_numpy(source.targets)
     return Federation(
         name=source.name,
         images=torch.from_numpy(writable(source.images)),
-        targets=targets.float() if source.multilabel else targets,
+        targets=targets_of(source),
         classes=source.classes,
         clients=clients,
         mean=source.mean,
@@ -244,6 +245,7 @@ def build_federation(options: DataOptions, device: torch.device = CPU, source: S
         server_val=server,
         augment=AUGMENT[options.augment],
         skipped=source.skipped,
+        remarks=source.remarks,
         tested=any(len(c.test) for c in clients),
         fingerprint=fingerprint(source, clients, server),
         pixels=pixels_hash(source) if options.name in (GIVEN, "folder") else "",
@@ -251,6 +253,12 @@ def build_federation(options: DataOptions, device: torch.device = CPU, source: S
         seed=options.seed,
         options=options,
     ).to(device)
+
+
+def targets_of(source: Source) -> Tensor:
+    """Returns the targets as a federation has them: float for multi-label data, with NaN where a label is not known."""
+    targets = torch.from_numpy(source.targets)
+    return targets.float().masked_fill(targets == UNKNOWN, torch.nan) if source.multilabel else targets
 
 
 def _of_files(path: str | Path, size: int, partition: str, options: Mapping[str, Any]) -> DataOptions:

@@ -12,29 +12,30 @@ import numpy as np
 
 from ..errors import InputError
 from ..inputs import user_path
-from .images import IMAGENET, decode, image_files, image_names
+from .fit import Fit
+from .images import IMAGENET, decode, image_and_other_files, image_files, noted
 from .source import Pixels, Source
 
 OFFICE_HOME = "OfficeHomeDataset_10072016"
 DOMAINS = ("Art", "Clipart", "Product", "Real World")
 
 
-def unlabelled(root: str, size: int) -> Pixels:
+def unlabelled(root: str, size: int, fit: Fit = "crop") -> Pixels:
     """Returns all images below `root`, in folders of any depth, `[n, 3, size, size]`."""
     base = user_path(root)
     files = image_files(base)
     if not files:
         raise InputError(f"Distill.data: {root!r} is not a folder with images")
-    return decode(files, base, size, skip_bad=False, advice="damaged or not images: fix or remove them")[0]
+    return decode(files, base, size, False, "damaged or not images: fix or remove them", fit).images
 
 
-def folder(root: str, size: int, skip_bad: bool) -> Source:
+def folder(root: str, size: int, skip_bad: bool, fit: Fit = "crop") -> Source:
     """Returns all images below `root`. The last folder of a path is the class, the one above it (if any) the site."""
     base = user_path(root)
     if not root or not base.is_dir():
         what = f"DataOptions.root: no folder {root!r}" if root else "your own images are needed"
         raise InputError(f"{what}: give --data PATH with site/class/image files")
-    files = image_files(base)
+    files, others = image_and_other_files(base)
     depths = {len(p.relative_to(base).parts) for p in files}
     if depths not in ({2}, {3}):
         wrong = "images at different depths" if len(depths) > 1 else "images at the wrong depth"
@@ -42,17 +43,15 @@ def folder(root: str, size: int, skip_bad: bool) -> Source:
             f"{base}: {wrong if files else 'no images'}; expected site/class/image.png everywhere, or class/image.png "
             "everywhere"
         )
-    images, readable = decode(files, base, size, skip_bad)
-    paths = [path.relative_to(base) for path in compress(files, readable)]
-    classes, targets = np.unique([p.parts[-2] for p in paths], return_inverse=True)
+    decoded = decode(files, base, size, skip_bad, fit=fit)
+    paths = [path.relative_to(base) for path in compress(files, decoded.readable)]
+    names, targets = np.unique([p.parts[-2] for p in paths], return_inverse=True)
     site = np.array([p.parts[0] for p in paths]) if depths == {3} else None
-    names = image_names(files, readable)
-    return Source(
-        base.name, images, targets.astype(np.int64), tuple(classes.tolist()), *IMAGENET, None, site, None, *names
-    )
+    classes, notes = tuple(names.tolist()), noted(files, decoded, fit, others)
+    return Source(base.name, decoded.images, targets.astype(np.int64), classes, *IMAGENET, site=site, **notes)
 
 
-def office_home(root: str, size: int = 224, skip_bad: bool = False) -> Source:
+def office_home(root: str, size: int = 224, skip_bad: bool = False, fit: Fit = "crop") -> Source:
     """Returns all images `[n, 3, size, size]` with their class and, as `site`, their domain; no official test set.
 
     Reads any other set of domain/class/image files, too, such as PACS exported to folders.
@@ -67,7 +66,7 @@ def office_home(root: str, size: int = 224, skip_bad: bool = False) -> Source:
     official = any(_plain(name) in domains for name in DOMAINS)
     if official:
         _complete(base, domains)
-    source = folder(str(base), size, skip_bad)
+    source = folder(str(base), size, skip_bad, fit)
     if source.site is None:
         raise InputError(f"{base}: class/image without domains: expected domain/class/image.jpg, one folder per domain")
     return replace(source, name="office-home") if official else source

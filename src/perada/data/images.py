@@ -1,8 +1,9 @@
 """Image files to pixels, and a cache of decoded images on disk.
 
 Decoding thousands of photographs takes minutes; mapping their pixels from disk takes no time. A cache file is one
-`.npy` of uint8 `[readable, 3, size, size]`. After the array come one bit per file (whether it could be read) and a
-CRC-32. Its name is a hash of everything the pixels depend on, so it never has to be updated.
+`.npy` of uint8 `[readable, 3, size, size]`. After the array come the share of its pixels that each file lost (float32),
+one bit per file (whether it could be read) and a CRC-32. Its name is a hash of everything the pixels depend on, so it
+never has to be updated.
 """
 
 import hashlib
@@ -10,24 +11,29 @@ import math
 import os
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import version
 from io import BytesIO
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import PIL
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from ..errors import InputError
 from ..inputs import plain_file
 from ..lanes.machine import cores, free_memory
 from .cache import cache_folder, npy_header, whole_file
+from .dicom import DICOM, EXTRA, dicom_image, has_pydicom, is_dicom
+from .fit import Fit, fitted, lost_share, scaled
 from .source import Mask, Pixels
 
 ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
@@ -35,25 +41,37 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # the mean and std th
 
 FORMATS = ("PNG", "JPEG", "BMP", "DIB", "GIF", "TIFF", "PPM", "TGA", "JPEG2000", "WEBP")  # no PostScript
 PIXELS = 89_478_485  # of an image file; from more on Pillow warns of a decompression bomb
-LONGEST = 8  # times the shorter side: what remains of the longer one before an image is scaled
+LOST = 0.01  # share of an image's pixels from which it is worth saying that they are lost
 
-FORMAT = 2  # of the cache files; a change of `read_image` must raise it
+FORMAT = 3  # of the cache files; a change of `read_image` must raise it
 CACHE_FROM = 256  # fewer images are decoded in a moment, and would only litter the cache
 _WINDOW = 1024  # images decoded ahead of the one being stored
 _NAMED = 5  # files that an error names; it counts the others
 
 
-def read_image(path: Path, size: int) -> Pixels:
-    """Returns an image as RGB uint8 `[3, size, size]`: its shorter side is scaled to `size`, its middle is kept."""
+class Decoded(NamedTuple):
+    """Image files as pixels."""
+
+    images: Pixels  # of the readable files, [readable, 3, size, size]
+    readable: Mask  # [files]
+    lost: NDArray[np.float32]  # share of its pixels that each readable file lost, [readable]
+
+
+def read_image(path: Path, size: int | tuple[int, int], fit: Fit = "crop") -> Pixels:
+    """Returns an image as RGB uint8 `[3, height, width]`; size: both sides, or height and width."""
+    return read_and_measure(path, size, fit)[0]
+
+
+def read_and_measure(path: Path, size: int | tuple[int, int], fit: Fit = "crop") -> tuple[Pixels, float]:
+    """Returns what `read_image` does, and the share of the image's pixels that it lost."""
+    height, width = (size, size) if isinstance(size, int) else size
     try:
-        rgb = _middle(opened_image(plain_file(path), str(path)))
+        plain_file(path)
+        dicom = path.suffix.lower() not in ENDINGS and is_dicom(path)
+        rgb = dicom_image(path, PIXELS) if dicom else opened_image(path, str(path))
     except FileNotFoundError as error:
         raise InputError(f"no such image: {path}") from error
-    scale = size / min(rgb.size)
-    rgb = rgb.resize((max(size, round(rgb.width * scale)), max(size, round(rgb.height * scale))))
-    left, top = (rgb.width - size) // 2, (rgb.height - size) // 2
-    pixels: Pixels = np.asarray(rgb.crop((left, top, left + size, top + size)), np.uint8)
-    return pixels.transpose(2, 0, 1)
+    return fitted(rgb, height, width, fit), lost_share(rgb, height, width, fit)
 
 
 def opened_image(file: Path | BytesIO, name: str) -> Image.Image:
@@ -88,29 +106,43 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray(out)
 
 
-def _middle(image: Image.Image) -> Image.Image:
-    """Returns the middle of a very long image: scaled, the whole of it might need gigabytes."""
-    most = LONGEST * min(image.size)
-    left, top = (max(0, length - most) // 2 for length in image.size)
-    box = (left, top, min(image.width, left + most), min(image.height, top + most))
-    return image if box == (0, 0, *image.size) else image.crop(box)
-
-
 def image_files(base: Path) -> list[Path]:
     """Returns every image file below a folder, sorted, but none that is hidden or in a hidden folder below it."""
-    files = (p for p in base.rglob("*") if p.suffix.lower() in ENDINGS)
-    return sorted(p for p in files if p.is_file() and not any(n.startswith(".") for n in p.relative_to(base).parts))
+    return image_and_other_files(base)[0]
 
 
-def pictures_in(paths: Sequence[Path]) -> list[Path]:
-    """Returns these files, and for each folder the image files below it; refuses a folder without any."""
-    files = list[Path]()
-    for path in paths:
-        below = image_files(path) if path.is_dir() else [path]
-        if not below:
-            raise InputError(f"{path} holds no images: name a folder with image files below it")
-        files += below
-    return files
+def image_and_other_files(base: Path) -> tuple[list[Path], list[Path]]:
+    """Returns `image_files`, and all other files that are not hidden."""
+    shown = (p for p in base.rglob("*") if not any(n.startswith(".") for n in p.relative_to(base).parts))
+    files = sorted(p for p in shown if p.is_file())
+    images = [p for p in files if p.suffix.lower() in ENDINGS | DICOM]
+    return images, [p for p in files if p.suffix.lower() not in ENDINGS | DICOM]
+
+
+def about_others(others: Sequence[Path]) -> str:
+    """Returns a line that counts the files of a folder that are not images."""
+    kinds = Counter(p.suffix.lower() or "no ending" for p in others)
+    named = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common(_NAMED))
+    return f"{count_of(len(others), 'file')} skipped, by the ending not images: {named}"
+
+
+def about_lost(lost: Sequence[float] | NDArray[np.float32], fit: Fit) -> str:
+    """Returns a line that says how much of the images was cut off; empty if it is nothing to speak of."""
+    cut = [float(share) for share in lost if share > LOST]
+    if not cut:
+        return ""
+    mean, most = (f"{100 * share:.0f}%" for share in (float(np.mean(cut)), max(cut)))
+    amount = f"{mean} of the pixels" if mean == most else f"{mean} of their pixels on average and at most {most}"
+    whose = "has another shape than the network's: it loses" if len(cut) == 1 else "have another shape: they lose"
+    return (
+        f"{len(cut):,} of {count_of(len(lost), 'image')} {whose} {amount} at the sides (DataOptions.fit={fit}; "
+        "pad or stretch keeps them)"
+    )
+
+
+def count_of(number: int, noun: str) -> str:
+    """Returns a count with its noun."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def decode(
@@ -119,12 +151,16 @@ def decode(
     size: int,
     skip_bad: bool,
     advice: str = "fix them, or skip them with DataOptions.skip_bad=true",
-) -> tuple[Pixels, Mask]:
-    """Returns the pixels of the readable files, `[readable, 3, size, size]`, and which files these are, `[files]`.
+    fit: Fit = "crop",
+) -> Decoded:
+    """Returns the pixels of the readable files, and which files these are.
 
     Files that cannot be read are refused by name, or skipped with `skip_bad`. The pixels may be mapped from the cache
     (copy on write). `base` is the folder that the names in the cache's key are relative to.
     """
+    dicom = sum(path.suffix.lower() in DICOM for path in files)
+    if dicom and not has_pydicom():
+        raise InputError(f"{dicom:,} of {count_of(len(files), 'image')} below {base} are DICOM files: {EXTRA}")
 
     def check(readable: Mask) -> None:
         bad = [str(path) for path in compress(files, ~readable)]
@@ -133,17 +169,30 @@ def decode(
             todo = advice if len(bad) < len(files) else "fix them, or give another folder"
             raise InputError(f"cannot read {len(bad)} of {len(files)} images, {', '.join(bad[:_NAMED])}{more}: {todo}")
 
-    read = partial(_in_threads, partial(_read_or_none, size=size), files)
-    key = ("files", *(f"{os.path.relpath(path, base)}\0{stamp(path)}" for path in files))
+    read = partial(_in_threads, partial(_read_or_none, size=size, fit=fit), files)
+    reader = (f"pydicom {version('pydicom')}",) if dicom else ()
+    key = ("files", fit, *reader, *(f"{os.path.relpath(path, base)}\0{stamp(path)}" for path in files))
     return _cached(key, len(files), size, read, check)
 
 
-def image_names(files: Sequence[Path], readable: Mask) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns `Source.names`, which stay the same when all files are moved together, and `Source.skipped`."""
-    paths = [os.path.abspath(path) for path in compress(files, readable)]
+class Noted(TypedDict):
+    """The fields of a `Source` that say something about its files."""
+
+    names: tuple[str, ...]
+    skipped: tuple[str, ...]
+    remarks: tuple[str, ...]
+
+
+def noted(files: Sequence[Path], decoded: Decoded, fit: Fit, others: Sequence[Path] = ()) -> Noted:
+    """Returns what a `Source` says about its files; the names stay the same when all files are moved together."""
+    paths = [os.path.abspath(path) for path in compress(files, decoded.readable)]
     top = os.path.commonprefix(paths).rfind(os.sep) + 1  # noqa: RUF071 (cut at a folder's end)
-    names = tuple(name[top:].replace(os.sep, "/") for name in paths)
-    return names, tuple(str(path) for path in compress(files, ~readable))
+    remarks = (about_others(others) if others else "", about_lost(decoded.lost, fit))
+    return {
+        "names": tuple(name[top:].replace(os.sep, "/") for name in paths),
+        "skipped": tuple(str(path) for path in compress(files, ~decoded.readable)),
+        "remarks": tuple(line for line in remarks if line),
+    }
 
 
 def resized(images: Pixels, size: int, key: Iterable[str] | None = None) -> Pixels:
@@ -154,13 +203,13 @@ def resized(images: Pixels, size: int, key: Iterable[str] | None = None) -> Pixe
     if key is None:
         key = (str(images.shape), hashlib.sha256(np.ascontiguousarray(images).data).hexdigest())
     scale = partial(_in_threads, partial(_scale, size=size), images)
-    return _cached(("resized", *key), len(images), size, scale, lambda readable: None)[0]
+    return _cached(("resized", *key), len(images), size, scale, lambda readable: None).images
 
 
-def _scale(pixels: Pixels, size: int) -> Pixels:
+def _scale(pixels: Pixels, size: int) -> tuple[Pixels, float]:
     image = Image.fromarray(np.ascontiguousarray(np.broadcast_to(pixels, (3, *pixels.shape[1:])).transpose(1, 2, 0)))
-    scaled: Pixels = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC), np.uint8)
-    return scaled.transpose(2, 0, 1)
+    small: Pixels = np.asarray(scaled(image, size, size), np.uint8)
+    return small.transpose(2, 0, 1), 0.0
 
 
 def stamp(path: Path) -> str:
@@ -172,16 +221,19 @@ def stamp(path: Path) -> str:
     return f"{path.name}\0{stat.st_mtime_ns}\0{stat.st_size}"
 
 
-def _in_threads(work: Callable[[Any], Pixels | None], items: Sequence[Any] | Pixels) -> Iterator[Pixels | None]:
+Read = tuple[Pixels, float] | None  # an image and the share that it lost; None if it cannot be read
+
+
+def _in_threads(work: Callable[[Any], Read], items: Sequence[Any] | Pixels) -> Iterator[Read]:
     """Yields the results in order. Pillow releases the interpreter lock, so threads are enough."""
     with ThreadPoolExecutor(min(16, cores())) as pool:
         for start in range(0, len(items), _WINDOW):
             yield from pool.map(work, items[start : start + _WINDOW])
 
 
-def _read_or_none(path: Path, size: int) -> Pixels | None:
+def _read_or_none(path: Path, size: int, fit: Fit) -> Read:
     try:
-        return read_image(path, size)
+        return read_and_measure(path, size, fit)
     except InputError:
         return None
 
@@ -193,10 +245,10 @@ def _cached(
     key: Iterable[str],
     count: int,
     size: int,
-    read: Callable[[], Iterable[Pixels | None]],
+    read: Callable[[], Iterable[Read]],
     check: Callable[[Mask], None],
-) -> tuple[Pixels, Mask]:
-    """Returns the pixels that `read` yields, `[readable, 3, size, size]`, and which of them are not None, `[count]`.
+) -> Decoded:
+    """Returns the images that `read` yields, and which of them are not None.
 
     `check` may refuse the latter, before anything is stored. Two processes that want the same images both decode
     them, and the later file replaces an equal one. If nothing can be written, the images are kept in memory.
@@ -213,47 +265,47 @@ def _cached(
                 _store(path, count, size, read(), check)
             stored = _load(path, count, size)
         if stored is not None:
-            check(stored[1])
+            check(stored.readable)
             return stored
     if length > (free := free_memory(torch.device("cpu"))):
         raise InputError(
             f"{count:,} images of {size}×{size} pixels take {length:,} bytes, and {free:,} are free: choose a smaller "
             "DataOptions.size"
         )
-    images, readable, number = np.empty((count, 3, size, size), np.uint8), np.zeros(count, np.bool_), 0
-    for i, pixels in enumerate(read()):
-        if pixels is not None:
-            images[number], readable[i] = pixels, True
-            number += 1
+    images, readable, lost = np.empty((count, 3, size, size), np.uint8), np.zeros(count, np.bool_), list[float]()
+    for i, item in enumerate(read()):
+        if item is not None:
+            images[len(lost)], readable[i] = item[0], True
+            lost.append(item[1])
     check(readable)
-    return images[:number], readable
+    return Decoded(images[: len(lost)], readable, np.array(lost, np.float32))
 
 
-def _store(path: Path, count: int, size: int, items: Iterable[Pixels | None], check: Callable[[Mask], None]) -> None:
+def _store(path: Path, count: int, size: int, items: Iterable[Read], check: Callable[[Mask], None]) -> None:
     with whole_file(path) as f:
-        readable, crc = np.zeros(count, np.bool_), 0
+        readable, lost, crc = np.zeros(count, np.bool_), np.zeros(count, "<f4"), 0
         f.write(npy_header((count, 3, size, size)))
-        for i, pixels in enumerate(items):
-            if pixels is not None:
-                data = pixels.tobytes()
+        for i, item in enumerate(items):
+            if item is not None:
+                data = item[0].tobytes()
                 crc = zlib.crc32(data, crc)
                 f.write(data)
-                readable[i] = True
+                readable[i], lost[i] = True, item[1]
         check(readable)
-        bits = np.packbits(readable).tobytes()
-        f.write(bits + zlib.crc32(bits, crc).to_bytes(4, "little"))
+        notes = lost.tobytes() + np.packbits(readable).tobytes()
+        f.write(notes + zlib.crc32(notes, crc).to_bytes(4, "little"))
         f.seek(0)
         f.write(npy_header((int(readable.sum()), 3, size, size)))
 
 
-def _load(path: Path, count: int, size: int) -> tuple[Pixels, Mask] | None:
+def _load(path: Path, count: int, size: int) -> Decoded | None:
     """Returns a whole and undamaged cache file, mapped copy-on-write (torch warns about a read-only array), or None."""
-    length = (count + 7) // 8
+    length = 4 * count + (count + 7) // 8
     try:
         with path.open("rb") as f:
             f.seek(-length - 4, os.SEEK_END)
-            bits, checksum = f.read(length), f.read(4)
-            readable = np.unpackbits(np.frombuffer(bits, np.uint8), count=count).astype(np.bool_)
+            notes, checksum = f.read(length), f.read(4)
+            readable = np.unpackbits(np.frombuffer(notes[4 * count :], np.uint8), count=count).astype(np.bool_)
             shape, end = (int(readable.sum()), 3, size, size), f.tell()
             header = npy_header(shape)
             f.seek(0)
@@ -262,4 +314,6 @@ def _load(path: Path, count: int, size: int) -> tuple[Pixels, Mask] | None:
         images = np.memmap(path, np.uint8, "c", len(header), shape)
     except (OSError, ValueError):  # ValueError: no image at all
         return None
-    return (images, readable) if zlib.crc32(bits, zlib.crc32(images.data)).to_bytes(4, "little") == checksum else None
+    if zlib.crc32(notes, zlib.crc32(images.data)).to_bytes(4, "little") != checksum:
+        return None
+    return Decoded(images, readable, np.frombuffer(notes[: 4 * count], "<f4")[readable].astype(np.float32))

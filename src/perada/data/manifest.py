@@ -4,7 +4,7 @@
 - `site`, optional: who holds the image; without it sites can only be simulated (partition=dirichlet);
 - `split`, optional: train, val or test; blank is train;
 - labels: a column `label`, or the only column left, has class names or numbers (one class per image; other columns
-  besides one named `label` are ignored). Several columns left are labels of 0 and 1 each.
+  besides one named `label` are ignored). Several columns left are labels of 0 and 1 each; blank is not known.
 
 CheXpert-v1.0-small has chest X-rays with five labels. The paper cuts its 180,973 training, 20,099 test and 22,342
 validation images out of the 223,414 rows of `train.csv` (the official `valid.csv` has 234). So all those rows are read,
@@ -25,14 +25,15 @@ from numpy.typing import NDArray
 from ..errors import InputError, unknown
 from ..inputs import CLASSES, plain_file, user_path
 from .arrays import SPLITS, split_masks
-from .images import IMAGENET, decode, image_names
-from .source import Source, Targets, check_classes
+from .fit import Fit
+from .images import IMAGENET, decode, noted
+from .source import UNKNOWN, Source, Targets, check_classes
 
 KNOWN = ("path", "site", "split")
 BINARY = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}
 CHEXPERT = "CheXpert-v1.0-small"
 DISEASES = ("Cardiomegaly", "Edema", "Consolidation", "Atelectasis", "Pleural Effusion")
-Uncertain = Literal["ones", "zeros", "ignore"]
+Uncertain = Literal["ones", "zeros", "mask", "ignore"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,12 @@ class Table:
 
 
 def manifest(
-    path: str, size: int = 64, skip_bad: bool = False, labels: Sequence[str] = (), site_column: str = "site"
+    path: str,
+    size: int = 64,
+    skip_bad: bool = False,
+    labels: Sequence[str] = (),
+    site_column: str = "site",
+    fit: Fit = "crop",
 ) -> Source:
     """Returns images `[n, 3, size, size]` and targets, int64 `[n]`, or uint8 `[n, labels]` with several label columns.
 
@@ -97,11 +103,14 @@ def manifest(
     _once(table, files)
     if not skip_bad:
         table.require(range(len(files)), files)
-    images, readable = decode(files, table.file.parent, size, skip_bad)
+    decoded = decode(files, table.file.parent, size, skip_bad, fit=fit)
+    readable = decoded.readable
     site = np.array(table.columns["site"])[readable] if "site" in table.columns else None
     test, val = split_masks(list(compress(splits, readable)))
-    stem = table.file.stem
-    return Source(stem, images, targets[readable], classes, *IMAGENET, test, site, val, *image_names(files, readable))
+    notes = noted(files, decoded, fit)
+    return Source(
+        table.file.stem, decoded.images, targets[readable], classes, *IMAGENET, test=test, site=site, val=val, **notes
+    )
 
 
 def read_table(file: Path, lower: Sequence[str] = ()) -> Table:
@@ -135,7 +144,11 @@ def read_table(file: Path, lower: Sequence[str] = ()) -> Table:
 def _targets(table: Table, names: Sequence[str]) -> tuple[Targets, tuple[str, ...]]:
     if len(names) > 1:
         advice = "not 0 or 1: name the label columns with DataOptions.labels"
-        return table.numbers(names, BINARY, advice).astype(np.uint8), tuple(names)
+        labels = table.numbers(names, {**BINARY, "": -1}, advice)
+        for name, column in zip(names, labels.T, strict=True):
+            if (column < 0).all():
+                raise InputError(f"{table.file}: column {name} is blank: name the labels with DataOptions.labels")
+        return np.where(labels < 0, UNKNOWN, labels).astype(np.uint8), tuple(names)
     values = table.columns[names[0]]
     numbers = all(value.isascii() and value.isdigit() and len(value) < 20 for value in values)
     classes = sorted(set(values), key=lambda value: (int(value) if numbers else 0, value))
@@ -162,11 +175,13 @@ def _once(table: Table, files: Sequence[Path]) -> None:
             raise table.refuse(row, f"{name} is in row {line} already: list each image once")
 
 
-def chexpert(root: str, size: int = 64, uncertain: Uncertain = "ones", skip_bad: bool = False) -> Source:
+def chexpert(
+    root: str, size: int = 64, uncertain: Uncertain = "ones", skip_bad: bool = False, fit: Fit = "crop"
+) -> Source:
     """Returns images `[n, 3, size, size]` and targets uint8 `[n, 5]`.
 
-    uncertain: what a label of -1 is: "ones" positive (U-Ones, as in the paper), "zeros" negative (U-Zeros), "ignore"
-    drops the image. U-Ignore would mask that label in the loss, and the loss has no such mask.
+    uncertain: what a label of -1 is: "ones" positive (U-Ones, as in the paper), "zeros" negative (U-Zeros), "mask" not
+    known (U-Ignore); "ignore" drops the image.
     """
     if uncertain not in get_args(Uncertain):
         raise unknown("policy for uncertain labels", uncertain, get_args(Uncertain))
@@ -187,9 +202,10 @@ def chexpert(root: str, size: int = 64, uncertain: Uncertain = "ones", skip_bad:
         raise InputError(f"{table.file}: no images in it")
     if not skip_bad:
         table.require(chosen, files)
-    images, readable = decode(files, base, size, skip_bad)
-    targets = np.where(labels < 0, uncertain == "ones", labels).astype(np.uint8)[chosen][readable]
-    return Source("chexpert", images, targets, DISEASES, *IMAGENET, None, None, None, *image_names(files, readable))
+    decoded = decode(files, base, size, skip_bad, fit=fit)
+    meant = {"ones": 1, "mask": UNKNOWN}.get(uncertain, 0)
+    targets = np.where(labels < 0, meant, labels).astype(np.uint8)[chosen][decoded.readable]
+    return Source("chexpert", decoded.images, targets, DISEASES, *IMAGENET, **noted(files, decoded, fit))
 
 
 def _below_archive(name: str) -> tuple[str, ...]:

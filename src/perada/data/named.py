@@ -47,9 +47,14 @@ class DataOptions:
     server_val: float = _option(0.0, "share of the training data that the server holds, labelled, for its guard")
     seed: int = _option(0, "seed of the split; the seed of a run does not change who holds what")
     size: int = _option(64, "pixels that image files are scaled to; arrays (CIFAR, .npz) keep their size")
+    fit: Literal["crop", "pad", "stretch"] = _option(
+        "crop", "image files that are not square: cut the longer side, pad the shorter one with black, or stretch"
+    )
     labels: tuple[str, ...] = _option((), "multi-label: use only these labels; empty uses all")
     site: str = _option("site", "column of a manifest that names the owner of an image")
-    uncertain: Literal["ones", "zeros", "ignore"] = _option("ones", "what CheXpert's -1 means; ignore drops the image")
+    uncertain: Literal["ones", "zeros", "mask", "ignore"] = _option(
+        "ones", "what CheXpert's -1 means: present, absent, or not known (mask); ignore drops the image"
+    )
     normalise: Literal["data", "imagenet", "backbone"] = _option(
         "data", "whose mean and std: these, or what it expects"
     )
@@ -101,8 +106,8 @@ def own(options: DataOptions) -> Source:
     if ending == ".npz":
         return npz(options.root)
     if ending in _TABLES:
-        return manifest(options.root, options.size, options.skip_bad, options.labels, options.site)
-    return folder(options.root, options.size, options.skip_bad)
+        return manifest(options.root, options.size, options.skip_bad, options.labels, options.site, options.fit)
+    return folder(options.root, options.size, options.skip_bad, options.fit)
 
 
 def _folders(read: Reader) -> Reader:
@@ -125,8 +130,8 @@ SOURCES: dict[str, Reader] = {
     "cifar10": lambda options: cifar10(options.root or data_home()),
     "cifar100": lambda options: cifar100(options.root or data_home()),
     "stl10": lambda options: stl10(options.root or data_home(), options.size),
-    "office-home": _folders(lambda o: office_home(o.root or data_home(), o.size, o.skip_bad)),
-    "chexpert": _folders(lambda o: chexpert(o.root or data_home(), o.size, o.uncertain, o.skip_bad)),
+    "office-home": _folders(lambda o: office_home(o.root or data_home(), o.size, o.skip_bad, o.fit)),
+    "chexpert": _folders(lambda o: chexpert(o.root or data_home(), o.size, o.uncertain, o.skip_bad, o.fit)),
     "folder": own,
     GIVEN: _given,
 }

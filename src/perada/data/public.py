@@ -16,6 +16,7 @@ from .arrays import npz, pixels_of
 from .cifar import stl10_public
 from .digits import digits, glyphs
 from .federation import Federation, writable
+from .fit import Fit
 from .folder import unlabelled
 from .images import resized
 from .named import GIVEN, GROUP, SOURCES, DataOptions, data_home, place_of
@@ -30,21 +31,21 @@ def is_public_name(name: str) -> bool:
     return name in PUBLIC or bool(PATH.fullmatch(name) or entry_points(group=GROUP, name=name))
 
 
-def public_images(name: str, size: int, root: str = "") -> Tensor | None:
+def public_images(name: str, size: int, root: str = "", fit: Fit = "crop") -> Tensor | None:
     """Returns public images, uint8 `[n, C, size, size]`, without labels; None for "none".
 
     name: one of `PUBLIC`, a folder of images, an `.npz` file, or a function of another package. A known data set is
-    looked for next to the clients' data (`root`), then at `data_home()`.
+    looked for next to the clients' data (`root`), then at `data_home()`. fit: as in `DataOptions`, for a folder.
     """
     if name == "none":
         return None
-    images = _read(name, size, root)
+    images = _read(name, size, root, fit)
     if images.shape[2:] != (size, size) and name != "glyphs":
         images = resized(images, size)
     return torch.from_numpy(writable(images))
 
 
-def _read(name: str, size: int, root: str) -> Pixels:
+def _read(name: str, size: int, root: str, fit: Fit) -> Pixels:
     if name == GIVEN:
         raise InputError("the public images were given from Python: give them again, as public=")
     if name == "glyphs":
@@ -62,7 +63,7 @@ def _read(name: str, size: int, root: str) -> Pixels:
     if Path(name).suffix.lower() == ".npz":
         return _training(npz(name))
     if user_path(name).is_dir():
-        return unlabelled(name, size)
+        return unlabelled(name, size, fit)
     if not is_public_name(name):
         raise InputError(f"Distill.data: {name!r} is not a folder with images, nor one of: {', '.join(PUBLIC)}")
     data = called("public data", name, find("public data", GROUP, name, {}), DataOptions(name, size=size))

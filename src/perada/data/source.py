@@ -14,15 +14,18 @@ Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Pixels = NDArray[np.uint8]
 Targets = NDArray[np.int64] | NDArray[np.uint8]
+UNKNOWN = 255  # among the targets of multi-label data: nobody says whether the label is present
 
 
 @dataclass(frozen=True)
 class Source:
     """Holds a data set before it is split among clients.
 
-    images uint8 `[N, C, H, W]` (C is 1 or 3); targets int64 `[N]`, or uint8 `[N, labels]` for multi-label data.
+    images uint8 `[N, C, H, W]` (C is 1 or 3); targets int64 `[N]`, or for multi-label data uint8 `[N, labels]` of 0, 1
+    and `UNKNOWN`.
     `test` marks official test images and `val` declared validation images, where a data set has them. `site` names
-    each image's owner. `names` are the names of the image files, `skipped` the files that could not be read.
+    each image's owner. `names` are the names of the image files, `skipped` the files that could not be read, and
+    `remarks` are lines about what else of the files is not used.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Source:
     val: Mask | None = None
     names: tuple[str, ...] | None = None
     skipped: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def multilabel(self) -> bool:

@@ -10,7 +10,7 @@ from ..errors import InputError
 from ..lanes import rng_of
 from .named import DataOptions
 from .partition import Counts, dirichlet_counts, hand_out, holdout, iid_counts, shard_counts
-from .source import Client, Indices, Mask, Source
+from .source import UNKNOWN, Client, Indices, Mask, Source
 
 
 def split(source: Source, options: DataOptions) -> tuple[tuple[Client, ...], Indices]:
@@ -60,12 +60,14 @@ def categories(source: Source, train: Indices, least: int) -> NDArray[np.int64]:
     """Returns the classes of a partition, int64 `[N]`: the labels, or categories of multi-label data.
 
     Each combination of labels that at least `least` samples of `train` have is a category, in the order of the
-    combinations as binary numbers. All other samples are one more category. With fewer than two categories, the
+    combinations as binary numbers; a label that is not known counts as absent here. All other samples are one more
+    category. With fewer than two categories, the
     clients of a Dirichlet partition differ in size, not in what they hold.
     """
     if not source.multilabel:
         return source.targets.astype(np.int64)
-    combinations, which = np.unique(source.targets, axis=0, return_inverse=True)
+    known = np.where(source.targets == UNKNOWN, 0, source.targets)
+    combinations, which = np.unique(known, axis=0, return_inverse=True)
     which = which.reshape(-1)  # only numpy 2.0 gives [N, 1]
     often = np.bincount(which[train], minlength=len(combinations)) >= least
     number = np.where(often, np.cumsum(often) - 1, often.sum())

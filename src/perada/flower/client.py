@@ -222,6 +222,8 @@ def _hello(work: Work, request: Request) -> RecordDict:
         work.site.log(in_keys("no test data here: its scores are n/a (DataOptions.test)"))
     for path in work.federation.skipped:
         work.site.log(f"cannot read {path}: skipped (skip_bad)")
+    for remark in work.federation.remarks:
+        work.site.log(in_keys(remark))
     _ = work.test
     return work.site.reply(request)
 

@@ -51,7 +51,8 @@ def personal_predictor(settings: SiteSettings, run: str = "", set: Settings | No
     experiment.drift = options
     personal, shared = experiment.both_models()
     by = _calibration(folder / "drift.json", experiment, options, lambda: _own_data(settings, work.plan))
-    return Predictor.of(settings.name, experiment.model, personal, shared, experiment.federation, by, options)
+    rest = experiment.federation, by, options, work.config.data.fit
+    return Predictor.of(settings.name, experiment.model, personal, shared, *rest)
 
 
 def _own_data(settings: SiteSettings, plan: Plan) -> Federation:

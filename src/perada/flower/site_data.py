@@ -11,6 +11,7 @@ import torch
 
 from ..data import Client, Federation, Source, build_federation
 from ..data import own as read_source
+from ..data.federation import targets_of
 from ..errors import InputError
 from .settings import Plan, SiteSettings
 
@@ -36,11 +37,11 @@ def site_federation(settings: SiteSettings, plan: Plan, device: torch.device) ->
 def public_test(path: str, plan: Plan, device: torch.device) -> Federation:
     """Returns a public test set as one client that has test images only."""
     source = _conform(read_source(replace(plan.config.data, name="folder", root=path)), plan, path)
-    targets, none = torch.from_numpy(source.targets), np.zeros(0, np.int64)
+    none = np.zeros(0, np.int64)
     return replace(
         empty_federation(plan, device),
         images=torch.from_numpy(np.array(source.images)).to(device),
-        targets=(targets.float() if source.multilabel else targets).to(device),
+        targets=targets_of(source).to(device),
         clients=(Client("test", none, none, np.arange(len(source.images))),),
     )
 

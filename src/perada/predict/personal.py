@@ -1,10 +1,8 @@
 """A client's personal model, whichever place it comes from: what it sees in pictures, and the model as one file."""
 
-import io
+import copy
 import json
-import logging
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,14 +13,18 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from .. import __version__
+from ..adapters.merged import merged_state
 from ..config import Config
 from ..data import Federation
 from ..errors import InputError, RunError
 from ..lanes import LaneModel, State
 from ..runs.files import write_output
-from .predictor import Predictor, pixels_from
+from .pictures import Say, batches, files_in, silent
+from .predictor import Predictor
+from .program import Program, compiled
 
 ENDINGS = (".safetensors", ".pt2", ".onnx")
+MIDDLE = 0.5  # the threshold of a label for which none was chosen
 
 
 def check_out(out: Path) -> None:
@@ -34,24 +36,28 @@ def check_out(out: Path) -> None:
 
 
 def predictions_on(
-    paths: Sequence[str | Path], client: str, data: Federation, probabilities: Tensor
+    files: Sequence[Path], client: str, data: Federation, rows: Sequence[Sequence[float]], **more: Any
 ) -> list[dict[str, Any]]:
-    """Returns class names with probabilities, most probable first; label probabilities for multi-label data."""
+    """Returns class names with probabilities, most probable first; label probabilities for multi-label data.
+
+    more: what is said of every image.
+    """
     predictions = []
-    for path, row in zip(paths, probabilities.tolist(), strict=True):
+    for path, row in zip(files, rows, strict=True):
         shares = dict(zip(data.classes, row, strict=True))
         if not data.multilabel:
             shares = dict(sorted(shares.items(), key=lambda pair: -pair[1]))
         about = {"image": str(path), "client": client, "multilabel": data.multilabel}
-        predictions.append({**about, "probabilities": shares})
+        predictions.append({**about, "probabilities": shares, **more})
     return predictions
 
 
 def aware_predictions(predictor: Predictor, paths: Sequence[str | Path]) -> list[dict[str, Any]]:
     """Returns the predictions of a client that notices drift, with what was said of each image's window."""
-    said = predictor.predict(paths)
-    rows = predictions_on(paths, predictor.client, predictor.federation, said.probabilities)
-    about = zip(said.drifted.tolist(), said.z.tolist(), said.share.tolist(), strict=True)
+    files = files_in(paths, predictor.say)
+    answers = predictor.predict(files)
+    rows = predictions_on(files, predictor.client, predictor.federation, answers.probabilities.tolist())
+    about = zip(answers.drifted.tolist(), answers.z.tolist(), answers.share.tolist(), strict=True)
     return [
         {**row, "drift": drifted, "z": z, "home_share": share}
         for row, (drifted, z, share) in zip(rows, about, strict=True)
@@ -67,72 +73,94 @@ class PersonalModel:
     federation: Federation
     network: LaneModel
     state: State  # one lane: the personal adapter (or model)
+    say: Say = silent  # receives what is not used of the pictures
+    thresholds: Mapping[str, float | None] | None = None  # of labels, chosen on the client's validation data
 
     def module(self) -> nn.Module:
         """Returns a plain torch module on the CPU, in eval mode."""
         return self.network.plain(self.state).cpu()
 
     def predict(self, paths: Sequence[str | Path]) -> list[dict[str, Any]]:
-        """Returns class names with probabilities, most probable first; label probabilities for multi-label data."""
-        data, module = self.federation, self.module()
-        with torch.no_grad():
-            logits = module(data.prepare(pixels_from(paths, data), next(module.parameters()).dtype))
-        if not logits.isfinite().all():
+        """Returns class names with probabilities, most probable first; label probabilities for multi-label data.
+
+        paths: image files, and folders of them.
+        """
+        data, files = self.federation, files_in(paths, self.say)
+        rows = self._probabilities(files)
+        if not rows.isfinite().all():
             raise RunError(
                 f"the model of {self.client} predicts what is not a number", "its training may have diverged"
             )
-        return predictions_on(paths, self.client, data, logits.sigmoid() if data.multilabel else logits.softmax(-1))
+        more = {"thresholds": self.own_thresholds} if data.multilabel else {}
+        return predictions_on(files, self.client, data, rows.tolist(), **more)
+
+    @property
+    def own_thresholds(self) -> dict[str, float]:
+        """The probability from which each label counts as present."""
+        chosen = {k: v for k, v in (self.thresholds or {}).items() if v is not None}
+        return {name: chosen.get(name, MIDDLE) for name in self.federation.classes}
+
+    @torch.no_grad()
+    def _probabilities(self, files: Sequence[Path]) -> Tensor:
+        """Returns the probabilities `[files, classes]`; says what the pictures lose at their sides."""
+        data, module, rows = self.federation, self.module(), list[Tensor]()
+        dtype = next(module.parameters()).dtype
+        for pixels in batches(files, data, self.config.data.fit, self.say):
+            logits = module(data.prepare(pixels, dtype))
+            rows.append(logits.sigmoid() if data.multilabel else logits.softmax(-1))
+        return torch.cat(rows).double()
 
     def export(self, out: Path, merged: bool = False) -> None:
         """Writes one file: .safetensors is the personal part, or with `merged` the whole network.
 
-        .pt2 and .onnx are the whole network as a program: normalised images `[n, 3, H, W]` in, logits out.
+        .pt2 and .onnx are the whole network as a program: pictures of any shape in, uint8
+        `[batch, height, width, 3]`, and probabilities out.
         """
         check_out(out)
+        notes = json.dumps(self.notes())
         if out.suffix != ".safetensors":
-            content = self._program(out.suffix)
+            data = self.federation
+            program = Program(
+                self.module(), data.images.shape[1:], self.config.data.fit, data.mean, data.std, data.multilabel
+            )
+            content = compiled(program, out.suffix, notes)
         else:
             one = {n: t[0] for part in (self.state.params, self.state.buffers) for n, t in part.items()}
-            tensors = self.module().state_dict() if merged else one
-            content = save({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, self._notes())
+            tensors = self._merged() if merged else one
+            content = save({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, {"perada": notes})
         write_output(out, content)
 
-    @property
-    def _size(self) -> list[int]:
-        return list(self.federation.images.shape[2:])
+    def _merged(self) -> dict[str, Tensor]:
+        """Returns the whole network under its own names, with the adapters merged into it."""
+        module, adapter = self.module(), self.config.model.strategy()
+        state = module.state_dict()
+        if adapter is None or not any(".adapter." in f".{name}" for name in state):
+            return state
+        exact = copy.deepcopy(module).double()
+        found = merged_state(exact, adapter.merge(exact), (3, *self._size))
+        return {n: t.to(state[n].dtype) for n, t in found.items()}
 
-    def _notes(self) -> dict[str, str]:
-        """Returns the file's metadata: what an image has to be, and what the outputs mean."""
+    @property
+    def _size(self) -> tuple[int, int]:
+        height, width = self.federation.images.shape[2:]
+        return height, width
+
+    def notes(self) -> dict[str, Any]:
+        """Returns what a file says of itself: what becomes of an image, and what the outputs mean."""
         data = self.federation
-        facts = {"classes": list(data.classes), "mean": data.mean, "std": data.std, "size": self._size}
         return {
             "perada": __version__,
             "client": self.client,
             "method": self.config.method_name,
             "backbone": self.config.model.backbone,
-            **{k: json.dumps(v) for k, v in {**facts, "multilabel": data.multilabel}.items()},
+            "classes": list(data.classes),
+            "multilabel": data.multilabel,
+            "thresholds": self.own_thresholds if data.multilabel else None,
+            "size": list(self._size),
+            "fit": self.config.data.fit,
+            "interpolation": "bicubic",
+            "antialias": True,
+            "grey": data.images.shape[1] == 1,
+            "mean": list(data.mean),
+            "std": list(data.std),
         }
-
-    def _program(self, ending: str) -> bytes:
-        module = self.module()
-        example = torch.zeros(2, 3, *self._size, dtype=next(module.parameters()).dtype)
-        log = logging.getLogger("torch.onnx")
-        level = log.level
-        log.setLevel(logging.ERROR)
-        try:
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")  # torch's own, about its insides
-                program = torch.export.export(
-                    module, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},)
-                )
-                if ending == ".pt2":
-                    buffer = io.BytesIO()
-                    torch.export.save(program, buffer, extra_files={"perada.json": json.dumps(self._notes())})
-                    return buffer.getvalue()
-                names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"], "verbose": False}
-                onnx = torch.onnx.export(program, dynamo=True, **names)
-                assert onnx is not None
-                onnx.model.metadata_props.update(self._notes())
-                return bytes(onnx.model_proto.SerializeToString())
-        finally:
-            log.setLevel(level)

@@ -5,37 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..client.scores import logits_of
-from ..data import Federation, read_image
+from ..data import Federation
+from ..data.fit import Fit
 from ..errors import InputError, RunError
 from ..lanes import LaneModel, State, stack
 from .drift import Calibration, Drift, Verdict, answer, at_home, balanced, everywhere, judged, likeness, mixed
-
-Images = Tensor | str | Path | Sequence[str | Path]
-
-
-def pixels_from(images: Images, federation: Federation) -> Tensor:
-    """Returns files, or images uint8 `[n, C, H, W]`, as the network's images."""
-    if isinstance(images, Tensor):
-        if images.dtype != torch.uint8 or images.shape[1:] != federation.images.shape[1:]:
-            raise InputError(f"images must be uint8 [n, {', '.join(map(str, federation.images.shape[1:]))}]")
-        return images
-    paths = [images] if isinstance(images, str | Path) else images
-    if not len(paths):
-        raise InputError("no images: give at least one")
-    pixels = np.stack([read_image(Path(p), federation.images.shape[-1]) for p in paths])
-    if federation.images.shape[1] == 1:
-        pixels = np.rint(pixels.mean(1, keepdims=True)).astype(np.uint8)
-    return torch.from_numpy(pixels)
+from .pictures import Images, Say, batches, silent
 
 
 @dataclass(frozen=True)
@@ -96,15 +79,18 @@ class Predictor:
     federation: Federation  # classes, image shape and normalisation count
     calibration: Calibration
     options: Drift = field(default_factory=Drift)
+    fit: Fit = "crop"  # how pictures fit the network's input
+    say: Say = silent  # receives what is not used of the pictures
 
     @classmethod
     def of(cls, client: str, model: LaneModel, personal: State, shared: State, *rest: Any) -> Predictor:
-        """Returns a predictor of two states with one lane each. rest: federation, calibration, options."""
+        """Returns a predictor of two states with one lane each. rest: federation, calibration, options, fit, say."""
         return cls(client, model, stack(personal, shared), *rest)
 
-    def logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the logits of both models on images uint8 `[n, C, H, W]`; refuses what is not finite in both."""
-        v, w = logits_of(self.model, self.lanes, self.federation, images)
+    def logits(self, images: Images) -> tuple[Tensor, Tensor]:
+        """Returns the logits of both models on images; refuses what is not finite in both."""
+        groups = batches(images, self.federation, self.fit, self.say)
+        v, w = torch.cat([logits_of(self.model, self.lanes, self.federation, pixels) for pixels in groups], 1)
         if not (v.isfinite().all(-1) | w.isfinite().all(-1)).all():
             raise RunError(f"the models of {self.client} predict what is not a number", "training may have diverged")
         return v, w
@@ -124,7 +110,7 @@ class Predictor:
             raise InputError(f"{self.client} has no validation images to compare with: raise DataOptions.val")
         if not by.deviation:
             raise InputError(f"{self.client} has all classes equally often, so its images look like everybody's")
-        v, w = self.logits(pixels_from(images, self.federation))
+        v, w = self.logits(images)
         said = answer(by, v, w, self.options, size=len(v))
         shares, counts = said.probabilities.mean(0).tolist(), by.own
         z, share = float(said.verdict.z[0]), float(said.verdict.share[0])
@@ -148,8 +134,7 @@ class Stream:
 
     def push(self, images: Images) -> Answers:
         """Returns the predictions of the next images."""
-        predictor = self.predictor
-        return self.push_logits(*predictor.logits(pixels_from(images, predictor.federation)))
+        return self.push_logits(*self.predictor.logits(images))
 
     def push_logits(self, v: Tensor, w: Tensor) -> Answers:
         """Returns the predictions of the next images, of their logits `[n, classes]`."""

@@ -7,11 +7,13 @@ from typing import Any, Self
 
 import numpy as np
 
+from ..client.scores import Scores
 from ..data import Federation
 from ..errors import Damaged, InputError
 from ..methods import method_sizes
 from ..models import count_groups
 from ..predict.scores import DriftScores
+from ..runs.further import further_scores
 from ..runs.moment import Evaluation
 from ..runs.run import Run
 
@@ -113,6 +115,7 @@ class Facts:
         self.unit = "AUC" if auc else "accuracy"
         self.drift = drift_of(summary) if self.finished else None
         self.sizes = _sizes(run, dict(summary.get("parameters", {})), holdings)
+        self.further = further_scores(run.path)
         environment = {f"{k} version": str(v) for k, v in summary.get("versions", {}).items()}
         environment |= {k: str(summary[k]) for k in ("device", "threads") if k in summary}
         self.environment: dict[str, str] = environment if self.finished else {}
@@ -134,11 +137,21 @@ class Facts:
         return self.last.bytes_up / self.last.round / cohort if self.last and self.last.round and cohort else None
 
     def score(self, split: str) -> tuple[float | None, float | None]:
-        return mean_and_std(self.last, split)
+        if split == "global_model":
+            return mean_and_std(self.last, split)
+        scores = self._scores(split)
+        return (scores.mean, scores.std) if scores else (None, None)
 
     def per_client(self, split: str) -> dict[str, float | None]:
-        scores = self.last.scores.get(split) if self.last else None
+        scores = self._scores(split)
         return scores.per_client if scores else {}
+
+    def _scores(self, split: str) -> Scores | None:
+        """Returns the scores of the last evaluation, or those measured later of the same round."""
+        later = self.further.get(split)
+        if self.last is None or split in self.last.scores:
+            return self.last.scores[split] if self.last else None
+        return later.scores if later and later.round == self.last.round else None
 
     @property
     def state(self) -> str:

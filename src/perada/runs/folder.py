@@ -26,6 +26,7 @@ from .files import (
     read_object,
     write_atomic,
 )
+from .further import FILE as EVALUATIONS
 from .manifest import BACKBONE, DRIFT, METRICS, Manifest
 from .moment import SPLITS, Checkpoint, Evaluation
 from .rows import Mark, Rows
@@ -39,6 +40,7 @@ PARTS = {
     "summary.json",
     DRIFT,
     "report.html",
+    EVALUATIONS,
     BACKBONE,
     "checkpoints",
     "pretrain",

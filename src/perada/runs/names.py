@@ -28,7 +28,7 @@ def chosen_source(source: str | None, data: str | None) -> str:
 
 def not_empty(what: str, word: str | Path | None) -> None:
     """Refuses an empty word, which a shell makes of an unset variable: it must not mean the default."""
-    if word is not None and not str(word).strip():
+    if isinstance(word, str | Path) and not str(word).strip():
         raise InputError(f"{what} is empty (a shell variable that is not set?): give it a value, or leave it out")
 
 

@@ -1,7 +1,7 @@
 """A run folder, opened: its clients, scores, personal models, predictions and exports."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from ..predict.scores import OWN as OWN_SETS
 from .calibration import calibrated, check_labels, scorer
 from .calibration import load as load_calibrations
 from .folder import RunFolder
+from .further import add_scores
 from .names import not_empty
 
 OWN = {"local": "local_test", "val": "local_val", "global": "global_test"}  # test sets that every run has
@@ -146,7 +147,15 @@ class Run:
 
     def personal(self, client: str) -> PersonalModel:
         """Returns a client's model with all that a prediction or an exported file needs."""
-        return PersonalModel(client, self.config, self.names, self.experiment.model, self.state(client))
+        model, state = self.experiment.model, self.state(client)
+        return PersonalModel(client, self.config, self.names, model, state, self.say, self._thresholds(client))
+
+    def _thresholds(self, client: str) -> dict[str, float | None] | None:
+        """Returns a client's thresholds of labels; None before the run is finished, and for an older one."""
+        if not self.names.multilabel or not (self.path / "summary.json").is_file():
+            return None
+        chosen: dict[str, float | None] | None = self.summary.get("thresholds", {}).get(client)
+        return chosen
 
     def model(self, client: str) -> nn.Module:
         """Returns a plain torch module on the CPU, in eval mode, personal adapter in place.
@@ -195,7 +204,8 @@ class Run:
         """Returns a client's predictor, which notices drift: for one image, a window, or a stream."""
         personal, (_, shared) = self.state(client), self.experiment.both_models()
         model, by = self.experiment.model, self.calibrations[client]
-        return Predictor.of(client, model, model.part_of(personal), shared, self.names, by, self.config.drift)
+        rest = self.names, by, self.config.drift, self.config.data.fit, self.say
+        return Predictor.of(client, model, model.part_of(personal), shared, *rest)
 
     def drift_scores(
         self, on: str | Sequence[str] = OWN_SETS, progress: Callable[[int, int], None] | None = None
@@ -231,6 +241,13 @@ class Run:
         levels = self.config.run.severities if name == "shifted" else SEVERITIES
         return named_sets(data, name, home or self.config.data.root or data_home(), levels, progress)
 
+    def note(self, scores: Mapping[str, Scores]) -> bool:
+        """Writes scores on further test sets to the folder, for its report; returns whether there are any."""
+        further = {name: of for name, of in scores.items() if name not in OWN.values()}
+        if further:
+            add_scores(self.path, self.experiment.now.round, further)
+        return bool(further)
+
     def _lanes_for(self, data: Federation) -> State:
         """Returns what the clients predict with, in the order that the data have them."""
         lanes, order = self.experiment.personal(), [self.clients.index(c.name) for c in data.clients]
@@ -241,6 +258,7 @@ class Run:
     ) -> list[dict[str, Any]]:
         """Returns class names with probabilities, most probable first; label probabilities for multi-label data.
 
+        images: an image file or a folder of them, or several.
         drift: whether the client notices drift; then each image has what was said of its window, too.
         """
         paths = [images] if isinstance(images, str | Path) else images
@@ -249,7 +267,8 @@ class Run:
     def export(self, client: str, out: str | Path, merged: bool = False) -> None:
         """Writes a client's model: .safetensors is the personal part, or with `merged` the whole network.
 
-        .pt2 and .onnx are the whole network as a program: normalised images `[n, 3, H, W]` in, logits out.
+        .pt2 and .onnx are the whole network as a program: pictures of any shape in, uint8
+        `[batch, height, width, 3]`, and probabilities out.
         """
         self.personal(client).export(Path(out), merged)
 

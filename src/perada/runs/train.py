@@ -17,9 +17,9 @@ from torch import Tensor
 from .. import __version__
 from ..callbacks import Callback, Metrics, OnRound, check_callbacks
 from ..client.cohort import SPLITS, LocalCohort
-from ..client.scores import all_scores_on
+from ..client.scores import all_scores_on, personal_thresholds
 from ..config import Config, build, describe, federation_of, resolve
-from ..config.settings import given
+from ..config.settings import given, path_text
 from ..data import Federation, named_sets
 from ..data.public import Chunks
 from ..errors import InputError
@@ -113,7 +113,7 @@ def train(
     run's FedAvg pretraining. pool: trains this run's lanes together with other runs'.
     """
     check_callbacks(callbacks)
-    data = None if data is None else str(data)
+    data = path_text(data)
     named, source = source, chosen_source(source, data)
     overrides = given(set, method=method, data=data, seed=seed, device=device)
     with ExitStack() as stack:  # holds the folder's lock, taken before anything in it is changed
@@ -288,6 +288,8 @@ def conclude(run: Run, experiment: Experiment, row: Evaluation) -> None:
     if pretrained:  # full models crossed the network then
         summary["pretrain"] = {k: pretrained[-1][k] for k in ("round", "bytes_up", "bytes_down", "seconds")}
     judge = _drift_judge(run, experiment)
+    if experiment.federation.multilabel and experiment.federation.clients:
+        summary["thresholds"] = personal_thresholds(experiment.model, experiment.personal(), experiment.federation)
     if experiment.options.shifts and experiment.federation.clients:
         sets = named_sets(experiment.federation, "shifted", severities=experiment.options.severities)
         whole = experiment.global_model if summary["global_model"] else None

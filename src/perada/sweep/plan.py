@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from ..callbacks import Callback
 from ..config import Config, federation_of, resolve
 from ..config.objects import build, pretraining
-from ..config.settings import MOVED, Settings
+from ..config.settings import MOVED, Settings, path_text
 from ..data import Federation
 from ..errors import InputError, Interrupted, RunError
 from ..experiment import Say
@@ -64,7 +64,7 @@ class Plan(ABC):
     @classmethod
     def at(cls, source: str | None, data: str | Path | None, out: str | Path | None, resume: bool) -> tuple[Self, str]:
         """Returns an old plan or a new one, whose folder is not made yet, and the preset or file to use."""
-        chosen = chosen_source(source, None if data is None else str(data))
+        chosen = chosen_source(source, path_text(data))
         path = Path(out) if out is not None else Path("runs") / f"{cls.verb}-{source_name(chosen)}"
         if out is None:
             path = newest_path(path) if resume else free_path(path)
