@@ -12,7 +12,7 @@ from rich.text import Text
 from ..client.scores import Scores
 from ..data import Federation
 from ..data.download import Entry
-from ..report.facts import distillations, mishaps, unlikeness
+from ..report.facts import distillations, mishaps, partial_means, unlikeness
 from ..report.standings import PERSONAL, Standings, parts
 from ..report.svg import millions
 from ..runs.moment import Evaluation
@@ -22,8 +22,9 @@ SHADES = "·░▒▓█"
 
 
 def spread(scores: Scores | None) -> str:
-    """Returns `91.82±4.43`, or n/a."""
-    return "n/a" if scores is None or scores.mean is None else f"{scores.mean:.2f}±{scores.std:.2f}"
+    """Returns `91.82±4.43`, or n/a; with a star if the mean is not over all clients."""
+    star = "*" if scores is not None and scores.over else ""
+    return "n/a" if scores is None or scores.mean is None else f"{scores.mean:.2f}±{scores.std:.2f}{star}"
 
 
 def house_table(title: str | None, first: str, *rest: str) -> Table:
@@ -52,9 +53,8 @@ def results(runs: Sequence[Run]) -> Table:
     table.caption = "server: the global model on Global-test"
     table.caption += "; distilled: rounds in which it was used" if distilled else ""
     for (s, last), measured in zip(rows, history, strict=True):
-        up, down = (sent / max(1, last.round * s["cohort"]) / 1e3 for sent in (last.bytes_up, last.bytes_down))
-        table.caption += f"\n{s['method']}, per client and round: {up:,.0f} kB up, {down:,.0f} kB down"
-        table.caption += "; in pretraining full models, both ways" if "pretrain" in s else ""
+        table.caption += f"\n{s['method']}, {_sent(s, last)}"
+        table.caption += "".join(f"\n{s['method']}: * {line}" for line in partial_means(last))
         table.caption += "".join(f"\n{s['method']}: {line}" for line in mishaps(measured))
         table.add_row(
             s["method"],
@@ -65,6 +65,19 @@ def results(runs: Sequence[Run]) -> Table:
             *([_kept(last, s["guarded"], measured)] if distilled else []),
         )
     return table
+
+
+def _sent(summary: Mapping[str, Any], last: Evaluation) -> str:
+    """Returns what was sent per client and round, by those that took part, and in pretraining."""
+    planned = last.round * summary["cohort"]
+    times = last.took_part or planned  # an older version did not count them
+    up, down = (size / max(1, times) / 1e3 for size in (last.bytes_up, last.bytes_down))
+    text = f"per client and round: {up:,.0f} kB up, {down:,.0f} kB down"
+    text += f" ({times:,} of {planned:,} uploads)" if times < planned else ""
+    if (before := summary.get("pretrain")) is not None:
+        up, all_up = before["bytes_up"] / 1e6, (before["bytes_up"] + last.bytes_up) / 1e6
+        text += f"\n  and whole models in pretraining: {up:,.1f} of the {all_up:,.1f} MB that clients sent in all"
+    return text
 
 
 def _kept(last: Evaluation, guarded: bool, rows: Sequence[Evaluation]) -> str:
@@ -98,6 +111,8 @@ def scores(sets: Mapping[str, Scores]) -> Table:
         table.add_row(client, *("n/a" if v is None else f"{v:.2f}" for v in row))
     table.add_section()
     table.add_row("mean ± std", *(spread(s) for s in sets.values()))
+    if any(s.over for s in sets.values()):
+        table.add_row("* over", *(s.over for s in sets.values()))
     labels = next(iter(sets.values())).per_label or {}
     if labels:
         table.add_section()

@@ -57,7 +57,7 @@ def _serve(project: Project, settings: ServerSettings, address: Address, insecur
     ready.unlink(missing_ok=True)
     env = {"PERADA_FLOWER_SERVER": str(project.server_toml), "PERADA_FLOWER_READY": str(ready)}
     if not insecure:
-        env["PERADA_FLOWER_NODES"] = str(control.nodes_file)
+        env |= {"PERADA_FLOWER_NODES": str(control.nodes_file), "PERADA_FLOWER_KEYS": str(project.certs / "sites")}
     link = _start("superlink", words, home / "superlink.log", lambda line: _show_marked(line, say), **env)
     try:
         _wait_until_up(link, address, ca)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import Self
 
@@ -23,10 +23,24 @@ class Series:
     label: str
     index: int
     points: Sequence[Point]
+    partial: Mapping[int, str] = field(default_factory=dict)  # rounds whose mean is not over all clients: over whom
 
     @property
     def known(self) -> list[tuple[int, float, float | None]]:
         return [(r, v, s) for r, v, s in self.points if v is not None]
+
+    @property
+    def pieces(self) -> list[list[tuple[int, float, float | None]]]:
+        """Returns the points of each line: it breaks at a missing value, and where the mean is over other clients."""
+        pieces: list[list[tuple[int, float, float | None]]] = [[]]
+        before: int | None = None
+        for r, v, s in self.points:
+            if v is None or (before is not None and self.partial.get(r) != self.partial.get(before)):
+                pieces.append([])
+            if v is not None:
+                pieces[-1].append((r, v, s))
+            before = r
+        return [piece for piece in pieces if piece]
 
 
 def curves(label: str, series: Sequence[Series], in_bytes: bool = False) -> str:
@@ -74,25 +88,24 @@ def _axes(f: Frame, tick: Callable[[float], str]) -> list[str]:
 
 
 def _curve(f: Frame, one: Series, show: Callable[[float], str], band: bool) -> list[str]:
-    """Draws a line that breaks at missing values, and a dot for each value."""
+    """Draws lines, and a dot for each value: hollow where the mean is not over all clients."""
     parts, kind = [], colour(one.index)
-    if band:
-        known = [(r, v, s) for r, v, s in one.known if s is not None]
-        edge = [(r, min(f.high, v + s)) for r, v, s in known] + [(r, max(f.low, v - s)) for r, v, s in known[::-1]]
-        corners = " ".join(f"{number(f.x(r))},{number(f.y(v))}" for r, v in edge)
-        parts.append(element("polygon", points=corners, class_=f"band {kind}"))
-    piece: list[str] = []
-    for r, v, _ in [*one.points, (0, None, None)]:
-        if v is not None:
-            piece.append(f"{number(f.x(r))},{number(f.y(v))}")
-        elif piece:
-            style = f"stroke-dasharray:{dash(one.index)}" if dash(one.index) else None
-            parts.append(element("polyline", points=" ".join(piece), class_=f"curve {kind}", style=style))
-            piece = []
-    crowded = len(one.known) > 60
-    for r, v, s in one.known[-1:] if crowded else one.known:
+    for piece in one.pieces:
+        if band:
+            known = [(r, v, s) for r, v, s in piece if s is not None]
+            edge = [(r, min(f.high, v + s)) for r, v, s in known] + [(r, max(f.low, v - s)) for r, v, s in known[::-1]]
+            corners = " ".join(f"{number(f.x(r))},{number(f.y(v))}" for r, v in edge)
+            parts.append(element("polygon", points=corners, class_=f"band {kind}"))
+        style = f"stroke-dasharray:{dash(one.index)}" if dash(one.index) else None
+        places = " ".join(f"{number(f.x(r))},{number(f.y(v))}" for r, v, _ in piece)
+        parts.append(element("polyline", points=places, class_=f"curve {kind}", style=style))
+    last, crowded = one.known[-1:], len(one.known) > 60
+    for r, v, s in [p for p in one.known if not crowded or p in last or p[0] in one.partial]:
         hover = f"{one.label}, round {r}: {show(v)}" + ("" if s is None else f" ± {s:.2f}")
-        parts.append(element("circle", element("title", escape(hover)), cx=f.x(r), cy=f.y(v), r=2.8, class_=kind))
+        over = one.partial.get(r, "")
+        hover += f", over {over}" if over else ""
+        look = f"hollow {kind}" if over else kind
+        parts.append(element("circle", element("title", escape(hover)), cx=f.x(r), cy=f.y(v), r=2.8, class_=look))
     return parts
 
 

@@ -29,6 +29,7 @@ from ..models import same_weights
 from ..report import write_report
 from .files import locked, read_file, write_atomic
 from .folder import RunFolder
+from .manifest import METRICS
 from .moment import Evaluation
 from .names import (
     NewFolder,
@@ -126,6 +127,9 @@ def train(
 
             experiment = build(config, backbone, say, federation, pretrain)
             run, about = Run(new.made, config), {"source": made_from(source, config)}
+            if backbone is not None and (rows := rows_beside(backbone)).is_file():
+                pretraining_rows(run.folder).parent.mkdir(exist_ok=True)
+                write_atomic(pretraining_rows(run.folder), read_file(rows))
         experiment.model.pool = pool
         _train(run, experiment, callbacks, about)
     busy, idle = experiment.model.lane_steps
@@ -214,6 +218,16 @@ def _train(run: Run, experiment: Experiment, callbacks: Sequence[Callback], abou
             experiment.save(run.folder)
         row = train_in(experiment, run.folder, callbacks)
         conclude(run, experiment, row)
+
+
+def pretraining_rows(folder: RunFolder) -> Path:
+    """Returns the file that says what a run's pretraining sent."""
+    return folder.path / "pretrain" / METRICS
+
+
+def rows_beside(backbone: Path) -> Path:
+    """Returns where runs that share a pretrained backbone find what its pretraining sent."""
+    return backbone.with_suffix(".jsonl")
 
 
 def _pretrain(inner: Experiment, folder: RunFolder, callbacks: Sequence[Callback], say: Say) -> None:
