@@ -22,6 +22,7 @@ __all__ = [
     "__version__",
     "adapt",
     "compare",
+    "join",
     "load",
     "train",
     "tune",
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .data import Federation
     from .experiment import Experiment
     from .lanes import LaneModel, State
+    from .runs.join import join
     from .runs.run import Run, load
     from .runs.train import train
     from .server.distill import Distill
@@ -49,6 +51,7 @@ else:
         "Train": "client.trainer",
         "adapt": "adapters",
         "compare": "sweep.compare",
+        "join": "runs.join",
         "load": "runs.run",
         "train": "runs.train",
         "tune": "sweep.tune",

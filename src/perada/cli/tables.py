@@ -12,7 +12,7 @@ from rich.text import Text
 from ..client.scores import Scores
 from ..data import Federation
 from ..data.download import Entry
-from ..report.facts import distillations, mishaps, partial_means, unlikeness
+from ..report.facts import JOINED, distillations, mishaps, partial_means, unlikeness
 from ..report.standings import PERSONAL, Standings, parts
 from ..report.svg import millions
 from ..runs.moment import Evaluation
@@ -101,6 +101,18 @@ def standings(ranking: Standings) -> list[Table]:
     tables[0].caption = "best in bold, runner-up underlined; trained and sent: parameters per client and round"
     tables[-1].caption = "± std over seeds" if ranking.seeds > 1 and len(tables) > 1 else tables[-1].caption
     return tables
+
+
+def joined(run: Run) -> Table:
+    """Returns the scores of a client that joined a run: its own model, one trained alone, and the global one."""
+    summary, (client,) = run.summary, run.clients
+    about, unit = summary["joined"], "AUC" if summary["metric"] == "auc" else "accuracy"
+    table = house_table(f"{client}: {unit} in % on its {about['test_images']} own test images", "model", "score", "95%")
+    for kind, title in JOINED.items():
+        found = about.get(kind, {"score": None, "interval": None})
+        ends = "n/a" if found["interval"] is None else "{:.1f} to {:.1f}".format(*found["interval"])
+        table.add_row(title, "n/a" if found["score"] is None else f"{found['score']:.2f}", ends)
+    return table
 
 
 def scores(sets: Mapping[str, Scores]) -> Table:

@@ -21,6 +21,7 @@ PERSONAL = {
     "global_test": ("Global-test", "each client's personal model on all clients' test images"),
     "shifted": ("Shifted", "the mean over the Global-test images corrupted in 19 ways (noise, blur, fog, ...)"),
 }
+JOINED = {"personal": "personal", "standalone": "trained alone", "global": "global"}  # models of a client that joined
 SERVER = {"global_model": ("Global model", "the one model that the server sends out, on all clients' test images")}
 
 
@@ -147,6 +148,7 @@ class Facts:
         environment = {f"{k} version": str(v) for k, v in summary.get("versions", {}).items()}
         environment |= {k: str(summary[k]) for k in ("device", "threads") if k in summary}
         self.pretrain = pretraining_of(run, summary)
+        self.joined: dict[str, Any] = summary.get("joined", {})  # the scores of a client that joined a run
         self.environment: dict[str, str] = environment if self.finished else {}
 
     @property

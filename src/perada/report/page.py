@@ -12,7 +12,7 @@ from ..data import Federation
 from ..errors import InputError
 from ..runs.files import write_output
 from ..runs.run import Run
-from .facts import PERSONAL, SERVER, Facts, Holdings, gather_facts, mean_and_std, over_whom, unlikeness
+from .facts import JOINED, PERSONAL, SERVER, Facts, Holdings, gather_facts, mean_and_std, over_whom, unlikeness
 from .figures import Series, bars, bubbles, curves, dots
 from .standings import places
 from .svg import colour, dash, human_bytes, millions
@@ -80,7 +80,7 @@ def _write(out: Path, **values: Any) -> None:
     files = {name: (resources.files(__package__) / name).read_text("utf8") for name in ("page.html", "style.css")}
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["millions"] = millions
-    environment.globals |= {"colour": colour, "dash": dash, "costs": _costs, "machine": _machine}
+    environment.globals |= {"colour": colour, "dash": dash, "costs": _costs, "machine": _machine, "models": JOINED}
     text = environment.from_string(files["page.html"]).render(style=files["style.css"], **values)
     write_output(out, text.encode("utf-8", "replace"))  # a file name may have bytes that are not text
 

@@ -13,6 +13,7 @@ from ..client.scores import Scores, personal_scores, scores_on
 from ..config import Config, build, federation_of, resolve
 from ..config.settings import given
 from ..data import GIVEN, SEVERITIES, Federation, blank, data_home, named_sets, place_of
+from ..data.one_site import one_site
 from ..errors import InputError, unknown
 from ..experiment import DTYPES, Experiment, Say
 from ..lanes import State, gather
@@ -95,7 +96,10 @@ class Run:
             raise InputError(
                 f"{self.path} was made with data from Python: perada.load({str(self.path)!r}, federation=...)"
             )
-        federation = federation_of(self.config)
+        about, device = self.folder.about(), device_of(self.config.run.device)
+        joined = blank(about, device) if "joined" in about else None  # one client's data, with the old run's classes
+        name = next(iter(about.get("clients", ())), "")
+        federation = one_site(self.config.data, name, joined, device) if joined else federation_of(self.config)
         self.folder.check_data(federation.facts())
         return federation
 
@@ -122,7 +126,7 @@ class Run:
             {
                 "client": name,
                 **dict(zip(("train", "val", "test"), sizes[name], strict=True)),
-                **{s: last[s]["per_client"][name] for s in ("local_test", "local_val", "global_test")},
+                **{s: last[s]["per_client"][name] for s in ("local_test", "local_val", "global_test") if s in last},
             }
             for name in self.clients
         ]

@@ -170,6 +170,8 @@ def _resume(
     """Returns the run that its folder describes, ready to go on."""
     stack.enter_context(resumable(path))
     folder = _locked(path, stack)
+    if "joined" in folder.about():
+        raise InputError(f"{path} is of a client that joined a run: join again with more rounds, into another folder")
     stored = str(path / "config.toml")
     config = resolve(stored, overrides)
     refuse_other_settings(path, resolve(stored), config)
