@@ -3,11 +3,11 @@
     python benchmarks/joining.py digits [--seeds 3] [--held 4]
     python benchmarks/joining.py pacs --data pacs_64.npz --weights resnet18.safetensors [--seeds 3] [--images 400]
 
-digits: the preset's 20 clients, of which the last `held` stay out of the training. pacs: four domains, each held out in
-turn; images scaled to 32 pixels, a ResNet-18 with the weights of a file, no distillation. A seed changes the split, too.
-A site's models: `personal` (joined: the method's own client update from the global adapter), `alone` (Standalone: a whole
-model from the same weights, for as many rounds), and `global` (the global adapter as it is). Scores are accuracies on the
-site's own test images; it also checks that no file of the run changed. Prints a Markdown table.
+digits: the preset's 20 clients, of which the last `held` stay out of the training. pacs: four domains, each held out
+in turn; images scaled to 32 pixels, a ResNet-18 with the weights of a file, no distillation. A seed changes the split,
+too. A site's models: `personal` (joined: the method's own client update from the global adapter), `alone` (Standalone:
+a whole model from the same weights, for as many rounds), and `global` (the global adapter as it is). Scores are
+accuracies on the site's own test images; it also checks that no file of the run changed. Prints a Markdown table.
 """
 
 from __future__ import annotations

@@ -118,8 +118,9 @@ class Scores:
 
     @property
     def over(self) -> str:
-        """Returns over how many clients the mean is, such as `2 of 3`; empty if it is over all."""
-        return f"{len(self.values)} of {len(self.per_client)}" if self.missing else ""
+        """Returns over how many clients the mean is, such as `2 of 3`; empty if it is over all, or there is none."""
+        known, clients = len(self.values), len(self.per_client)
+        return f"{known} of {clients}" if 0 < known < clients else ""
 
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> Scores:
@@ -128,7 +129,7 @@ class Scores:
 
     def as_dict(self) -> dict[str, object]:
         per_label = {} if self.per_label is None else {"per_label": self.per_label}
-        missing = {"missing": list(self.missing)} if self.missing else {}
+        missing = {"missing": list(self.missing)} if self.over else {}
         return {"mean": self.mean, "std": self.std, **missing, "per_client": self.per_client, **per_label}
 
 

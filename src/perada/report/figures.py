@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from typing import Self
+from typing import Literal, Self
 
 from rich.cells import cell_len
 
@@ -12,6 +12,7 @@ from .facts import Holdings
 from .svg import WIDTH, Frame, colour, dash, element, human_bytes, line, number, picture, shorten, text, ticks
 
 Point = tuple[int, float | None, float | None]  # round, value, standard deviation
+Unit = Literal["percent", "bytes", "loss"]
 MOST_HOVERS = 3000  # with more bubbles than that, none shows a text on hover
 SIDE = 210.0  # width of the bars to the right of the bubbles
 
@@ -43,15 +44,16 @@ class Series:
         return [piece for piece in pieces if piece]
 
 
-def curves(label: str, series: Sequence[Series], in_bytes: bool = False) -> str:
-    """Draws lines over rounds, in percent or bytes; a single one in percent has its standard deviation as a band."""
+def curves(label: str, series: Sequence[Series], unit: Unit = "percent") -> str:
+    """Draws lines over rounds; a single one in percent has its standard deviation as a band."""
+    in_bytes = unit == "bytes"
     show: Callable[[float], str] = human_bytes if in_bytes else "{:.2f}".format
-    band = not in_bytes and len(series) == 1
-    frame = _frame(series, band, in_bytes, max([len(show(s.known[-1][1])) for s in series if s.known] or [0]))
+    band = unit == "percent" and len(series) == 1
+    frame = _frame(series, band, unit, max([len(show(s.known[-1][1])) for s in series if s.known] or [0]))
     if frame is None:
         nothing = text(WIDTH / 2, 60, "nothing measured", "faint", "middle")
         return picture(WIDTH, 120, f"{label}: nothing measured", nothing)
-    parts = _axes(frame, human_bytes if in_bytes else number)
+    parts = _axes(frame, human_bytes if in_bytes else number if unit == "percent" else "{:g}".format)
     for one in reversed(series):  # the first one on top
         parts += _curve(frame, one, show, band)
     parts += _ends(frame, [s for s in series if s.known], show) if len(series) < 4 else []
@@ -59,15 +61,15 @@ def curves(label: str, series: Sequence[Series], in_bytes: bool = False) -> str:
     return picture(WIDTH, 214, f"{label} over rounds, at the end: {ends}", *parts)
 
 
-def _frame(series: Sequence[Series], band: bool, in_bytes: bool, letters: int) -> Frame | None:
+def _frame(series: Sequence[Series], band: bool, unit: Unit, letters: int) -> Frame | None:
     """Returns the panel that holds all values, with space for the `letters` of the last ones; None without values."""
     known = [p for s in series for p in s.known]
     if not known:
         return None
     edges = [v + sign * ((s or 0.0) if band else 0.0) for _, v, s in known for sign in (-1, 1)]
     low, high = min(edges), max(edges)
-    if in_bytes:
-        low, high = 0.0, max(high * 1.08, 1.0)
+    if unit != "percent":
+        low, high = 0.0, max(high * 1.08, 1.0 if unit == "bytes" else 1e-3)
     else:
         margin = max(1.0, 0.08 * (high - low))
         low, high = max(0.0, low - margin), min(100.0, high + margin)

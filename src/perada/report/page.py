@@ -47,7 +47,7 @@ def write_report(runs: Sequence[Run], out: Path) -> None:
     facts = gather_facts(runs)
     several, unit = len(facts) > 1, common(f.unit for f in facts)
     alike = several and len({(f.data, f.unit) for f in facts}) == 1
-    _write(
+    write_page(
         out,
         title=f"{f'{len(facts)} runs' if several else facts[0].label} on {common(f.data for f in facts)}",
         runs=facts,
@@ -71,17 +71,25 @@ def write_partition(federation: Federation, out: Path) -> None:
     holdings = Holdings.of(federation)
     apart = f"Mean total-variation distance between two clients' labels: {unlikeness(np.array(holdings.counts)):.2f}."
     figure = Figure("", f"{BUBBLES} {apart}", bubbles(holdings), "scroll tall")
-    _write(out, title=f"{federation.name}: who holds what", data=federation.name, runs=(), holdings=[figure])
+    write_page(out, title=f"{federation.name}: who holds what", data=federation.name, runs=(), holdings=[figure])
 
 
-def _write(out: Path, **values: Any) -> None:
-    from jinja2 import Environment, StrictUndefined  # only a report needs it
+def write_page(out: Path, template: str = "page.html", **values: Any) -> None:
+    """Writes one of the page templates, filled with these values, as one file."""
+    from jinja2 import DictLoader, Environment, StrictUndefined  # only a report needs it
 
-    files = {name: (resources.files(__package__) / name).read_text("utf8") for name in ("page.html", "style.css")}
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    names = ("macros.html", "page.html", "site.html", "style.css")
+    files = {name: (resources.files(__package__) / name).read_text("utf8") for name in names}
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=DictLoader(files),
+    )
     environment.filters["millions"] = millions
     environment.globals |= {"colour": colour, "dash": dash, "costs": _costs, "machine": _machine, "models": JOINED}
-    text = environment.from_string(files["page.html"]).render(style=files["style.css"], **values)
+    text = environment.get_template(template).render(style=files["style.css"], **values)
     write_output(out, text.encode("utf-8", "replace"))  # a file name may have bytes that are not text
 
 
@@ -229,7 +237,7 @@ def _communication(runs: Sequence[Facts]) -> Figure:
         lines = [line(r.label, i, r, "up", "down") for i, r in enumerate(runs)]
     if any(r.pretrain for r in runs):
         about += " Round 0 has what pretraining sent."
-    return Figure("Communicated bytes", about, curves("Communicated", lines, in_bytes=True))
+    return Figure("Communicated bytes", about, curves("Communicated", lines, unit="bytes"))
 
 
 def _costs(run: Facts) -> list[str]:

@@ -29,7 +29,7 @@ from ..report import write_report
 from .folder import RunFolder
 from .moment import Evaluation
 from .names import NewFolder
-from .run import Run, load, warn
+from .run import Run, load
 from .train import summary_of
 
 SPLITS = ("local", "val")  # other clients' test data are not here
@@ -74,7 +74,7 @@ def join(
     out: str | Path | None = None,
     device: str | None = None,
     overwrite: bool = False,
-    say: Say = warn,
+    say: Say = lambda text: None,
 ) -> Run:
     """Trains a personal model for a client that was not in a run; returns a run of its own with this client.
 
@@ -83,7 +83,7 @@ def join(
     of a model that the client trained alone, and of the global model, on the client's own test images.
     data: class/image files, a manifest or .npz, as for a site. run: a finished run, or its folder.
     """
-    old = run if isinstance(run, Run) else load(run, device=device or "auto", say=say)
+    old = run if isinstance(run, Run) else load(run, device=device or "auto")
     _check(old, name)
     times = default_rounds(old) if rounds is None else rounds
     if times < 1:
@@ -119,6 +119,8 @@ def default_rounds(old: Run) -> int:
 
 def _check(old: Run, name: str) -> None:
     """Refuses a run that is not finished or was joined itself, and a name that is taken."""
+    if "federation" not in vars(old) and (old.path / "flower.json").is_file():
+        raise InputError(f"{old.path} is of a federation over a network: use `perada flower join` at the new site")
     if "joined" in old.folder.about():
         raise InputError(f"{old.path} is of a client that joined a run: join that run instead")
     old.summary  # noqa: B018 - refuses an unfinished run

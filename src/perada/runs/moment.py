@@ -80,7 +80,7 @@ class Evaluation:
         shown = personal if "local_test" in self.scores else {"val": "local_val"}
         found = {name: self.scores[split] for name, split in shown.items() if split in self.scores}
         told = {name: "n/a" if s.mean is None else f"{s.mean:.1f}" for name, s in found.items()}
-        over = {name: f" ({s.over})" for name, s in found.items() if s.over and s.mean is not None}
+        over = {name: f" ({s.over})" for name, s in found.items() if s.over}
         return " ".join(f"{name} {value}{over.get(name, '')}" for name, value in told.items())
 
 
