@@ -78,8 +78,8 @@ def init_command(
     address = Address.parse(server)
     for path in init(folder, name, _split(sites), address, preset, _split(classes), settings):
         tell(str(path))
-    keys = "" if address.loopback else "each site's own key by perada flower certs certs --keys-only (docs/deploy.md), "
-    say(f"next: {folder / 'certs.sh'}, {keys}then perada flower server {folder}")
+    keys = "each site's own key by perada flower certs certs --keys-only (docs/deploy.md)"
+    say(f"next: {folder / 'certs.sh'}, {keys}, then perada flower server {folder}")
 
 
 @app.command("certs")

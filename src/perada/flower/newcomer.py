@@ -29,8 +29,9 @@ def collected(folder: Path, say: Say) -> tuple[Run, dict[str, Any]]:
         raise InputError(f"{folder} is not of a federation over a network: use perada join")
     note = read_object(file, KINDS, "collect the run again")
     try:
-        about = {"classes": tuple(note["data"]["classes"]), "channels": int(note["data"]["channels"])}
-        plan = Plan(note["federation"], **about, multilabel=note["data"]["multilabel"], backbone="", config=run.config)
+        data = note["data"]
+        classes, channels = tuple(data["classes"]), int(data["channels"])
+        plan = Plan(note["federation"], classes, channels, bool(data["multilabel"]), "", run.config)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{file} is damaged ({error}): collect the run again") from error
     none = [np.zeros(0, np.int64)] * 3
@@ -49,5 +50,13 @@ def joined(
     if settings.methods and old.config.method_name not in settings.methods:
         raise InputError(f"site.toml does not allow the method {old.config.method_name!r} (methods)")
     out = out or Path(settings.state) / "joined" / f"{folder.resolve().name}-{settings.name}"
-    words = {"device": settings.device, "overwrite": overwrite, "say": say}
-    return join(old, data=settings.data, name=settings.name, rounds=rounds, out=out, **words)
+    return join(
+        old,
+        data=settings.data,
+        name=settings.name,
+        rounds=rounds,
+        out=out,
+        device=settings.device,
+        overwrite=overwrite,
+        say=say,
+    )
