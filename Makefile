@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo flower-demo test test-network test-lowest torture lint bench clean wheel-check audit sbom
+.PHONY: demo flower-demo test test-network test-lowest test-pythons torture lint docs bench clean wheel-check audit sbom
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "perada needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
@@ -31,7 +31,11 @@ torture: $(VENV)/.tested
 
 test: lint $(VENV)/.tested
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
-	$(MAKE) wheel-check
+	$(MAKE) docs wheel-check
+
+# The documentation site, in .site. It is built without a network; a link that leads nowhere is an error.
+docs: $(VENV)/.tested
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The same code with the lowest versions that pyproject.toml allows; `make test` has the newest. Python 3.11 or 3.12:
 # the lowest numpy has wheels for no newer one.
@@ -47,6 +51,16 @@ test-lowest: $(LOWEST)/.installed
 	tests/data/test_from_memory.py tests/test_run_folders.py tests/test_resume.py tests/test_report.py tests/test_evaluate.py \
 	tests/models/test_weights.py tests/e2e/test_using_runs.py
 
+# A part of the tests with each Python from 3.11 to 3.13 that is here, in an environment of its own.
+SOME_TESTS := tests/test_offline.py tests/test_config.py tests/data/test_from_memory.py tests/test_run_folders.py \
+	tests/test_join.py tests/test_report.py tests/test_methods.py
+test-pythons:
+	@$(PYTHON) tools/pythons.py | while read -r version python; do \
+	echo "Python $$version: $$python"; \
+	test -x .pythons/$$version/bin/perada || { $$python -m venv --clear .pythons/$$version && \
+	.pythons/$$version/bin/python -m pip install --quiet --editable '.[tensorboard]' 'pytest>=8.2,<10' 'hypothesis>=6.100,<7'; } || exit 1; \
+	OMP_NUM_THREADS=1 .pythons/$$version/bin/python -m pytest -q $(SOME_TESTS) < /dev/null || exit 1; done
+
 # The packages that `pip install 'perada[flower]'` brings, with their versions: sbom.cdx.json (CycloneDX).
 sbom: $(VENV)/.tested
 	$(BIN)/python tools/sbom.py
@@ -61,11 +75,12 @@ lint: $(VENV)/.tested
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Builds the wheel, installs it into an empty environment and trains from it, so that a file missing from
-# the wheel cannot hide behind the source tree.
+# Builds wheel and sdist and checks what an index would refuse. Installs the wheel into an empty environment and trains
+# from it, so that a file missing from the wheel cannot hide behind the source tree.
 wheel-check: $(VENV)/.tested
 	rm -rf .wheel-check && mkdir .wheel-check
-	$(BIN)/python -m build --quiet --wheel --outdir .wheel-check .
+	$(BIN)/python -m build --quiet --outdir .wheel-check .
+	$(BIN)/python -m twine check --strict .wheel-check/*.whl .wheel-check/*.tar.gz
 	$(PYTHON) -m venv .wheel-check/venv
 	.wheel-check/venv/bin/python -m pip install --quiet .wheel-check/*.whl
 	cd .wheel-check && venv/bin/perada --version && venv/bin/perada train digits --set train.rounds=3 --set train.epochs=1 --set distill.steps=5
@@ -79,5 +94,5 @@ bench: $(VENV)/.tested
 	&& $(BIN)/python benchmarks/plain_loop.py && $(BIN)/python benchmarks/rounds.py && $(BIN)/python benchmarks/fast_vs_plain.py
 
 clean:
-	rm -rf $(VENV) $(LOWEST) .audit .wheel-check build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(LOWEST) .audit .wheel-check .pythons .site build dist .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -332,7 +332,7 @@ class _Work:
             say=self.say,
             pool=pool,
         )
-        keep_backbone(run.folder.backbone, shared)
+        keep_backbone(run.folder, shared)
         return run.metrics, run.summary
 
 

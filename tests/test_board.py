@@ -101,4 +101,5 @@ def test_numbers_by_their_place_and_nothing_else() -> None:
     row = {"round": 4, "train_loss": None, "failed": [], "method": "x", "global_model": None, "guard_chose": 2}
     row |= {"local_val": {"mean": 50.0, "per_client": {"a": 40.0, "b": None, "per_client": 3.0}}}
     wanted = {"local_val/mean": 50.0, "clients/local_val/a": 40.0, "clients/local_val/per_client": 3.0}
+    wanted |= {"local_val/clients": 2.0}  # over so many is the mean
     assert board.scalars(row) == {**wanted, "guard_chose": 2.0}

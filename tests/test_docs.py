@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -16,6 +19,8 @@ import numpy as np
 import pytest
 from small import SMALL
 
+import perada
+from perada.cli import main as cli
 from perada.data import Federation
 from perada.methods import REGISTRY, grids, method_sizes
 
@@ -193,3 +198,152 @@ def test_every_command_of_the_reliability_table_names_tests_that_exist() -> None
             assert f"\n{what}:" in targets, command
         else:
             assert (ROOT / what.split()[0]).is_file(), command
+
+
+# The commands in the code blocks
+
+MARKED = re.compile(r"#.*\b(GPU|network)\b")  # `# ... (network)`: not run here
+OURS = re.compile(r"(perada [a-z]|make |pip |python3? )")  # a line that begins with `$ ` is a transcript
+FEW = [
+    w
+    for k, v in SMALL.items()
+    if not k.endswith(".lr")
+    for w in ("--set", f"{k}={v if isinstance(v, str) else json.dumps(v)}")
+]
+QUICK = {  # added where a command would train for long: the form of the command is tested, not its numbers
+    "train": ["--set", "train.rounds=1", "--set", "train.epochs=1", "--set", "model.pretrain_rounds=1"],
+    "compare": ["--seeds", "1", "--methods", "ditto,perada", *words(train__rounds=1)],
+    "tune": ["--grid", "train.lr=0.01", "--grid", "method.lam=1", "--grid", "distill.lr=0.001", *FEW],
+    "join": ["--rounds", "1"],
+}
+
+
+def lines_of(document: Path) -> list[str]:
+    """Returns the commands in the code blocks that have no language, with their comments."""
+    lines = []
+    for block in re.findall(r"```\n(.*?)```", document.read_text("utf8"), re.DOTALL):
+        lines += [line for line in block.replace("\\\n", " ").splitlines() if OURS.match(line)]
+    return lines
+
+
+def command_of(line: str) -> list[list[str]]:
+    """Returns the words of each command in a line, without its comment."""
+    return [shlex.split(part) for part in re.split(r"\s#", line)[0].split(" && ")]
+
+
+def to_run(document: Path) -> list[list[str]]:
+    """Returns the commands of a document that are whole, are not marked, and are ours."""
+    whole = [line for line in lines_of(document) if not MARKED.search(line) and " ... " not in line]
+    return [c for line in whole for c in command_of(line) if c[0] in ("perada", "python")]
+
+
+def three_sites(home: Path) -> None:
+    """Makes what the documents call RUN, RUN2, hospital-a and scan.png; the site `south` is in no run."""
+    done = subprocess.run([sys.executable, str(ROOT / "examples" / "three_sites.py"), "made"], cwd=home, check=False)
+    assert done.returncode == 0
+    (home / "made" / "north").rename(home / "made" / "hospital-a")
+    (home / "made" / "south").rename(home / "south")  # joins later
+    more = [
+        "--set",
+        "data.size=16",
+        "--set",
+        "model.backbone=resnet8",
+        "--set",
+        "model.weights=random",
+        *QUICK["train"],
+    ]
+    for name in ("RUN", "RUN2"):
+        assert cli.main(["train", "folder", "--data", "made", *more, "--out", name]) == 0
+    shutil.copy(next((home / "made").rglob("*.png")), home / "scan.png")
+
+
+def hospitals(home: Path) -> None:
+    """Makes the folders of deploy.md after step 4: the server's `xray` and the site's own, with a finished run."""
+    from flower.wire import make_world, run
+    from PIL import Image
+
+    from perada.data.digits import digits
+    from perada.flower.settings import SiteSettings
+
+    world = make_world(home / "xray", train__cohort=0, train__rounds=1)
+    run(world, "run-1")
+    site = SiteSettings.read(home / "xray" / "north" / "site.toml")
+    site.flower.mkdir(parents=True)
+    (site.flower / "site.toml").write_text(site.toml())
+    shutil.copy(home / "xray" / "north" / "site.toml", home / "site.toml")  # the commands at a site run in its folder
+    shutil.copytree(home / "xray" / "north" / "state", home / "state")
+    new = home / "new-site"
+    new.mkdir()
+    (new / "site.toml").write_text(site.toml().replace('"north"', '"east-wing"'))
+    Image.fromarray(digits().images[0, 0]).save(home / "scan.png")
+
+
+PREPARE = {"data.md": three_sites, "joining.md": three_sites, "deploy.md": hospitals}
+ELSEWHERE = {  # commands of deploy.md that need another place than the world after step 4, and the test that runs each
+    ("flower", "init"): "tests/flower/test_project.py",
+    ("flower", "certs"): "tests/flower/test_certs.py",
+}
+
+
+@pytest.mark.parametrize("document", sorted(d.name for d in DOCS.glob("*.md") if d.name != "results.md"))
+def test_commands_in_code_blocks_run(
+    document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each in the order of the document; QUICK shortens trainings."""
+    commands = to_run(DOCS / document)
+    if not commands:
+        pytest.skip("no commands in code blocks")
+    monkeypatch.chdir(tmp_path)
+    PREPARE.get(document, lambda home: None)(tmp_path)
+    for program, *rest in commands:
+        if program == "python":
+            inside = rest[0].startswith("-")
+            place = [*rest[:2]] if inside else [str(ROOT / rest[0])]
+            done = subprocess.run(
+                [sys.executable, *place, *rest[len(place) :]],
+                cwd=ROOT if inside else tmp_path,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, (rest, done.stderr)
+        elif tuple(rest[:2]) not in ELSEWHERE:
+            code = cli.main([*rest, *QUICK.get(rest[0], [])])
+            assert code == 0, (rest, capsys.readouterr().err)
+    for name, test in ELSEWHERE.items():
+        assert (ROOT / test).is_file(), name
+
+
+@pytest.mark.parametrize(
+    "document", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))], ids=lambda d: d.name
+)
+def test_every_command_is_run_or_marked(document: Path) -> None:
+    """What installs packages, needs a server or a download says so in its comment; all else is run above."""
+    for line in lines_of(document):
+        first = command_of(line)[0]
+        if MARKED.search(line) or " ... " in line:
+            continue
+        assert first[0] in ("perada", "python"), f"{document.name}: {line}: run it in a test, or mark it with (network)"
+        assert document.parent == DOCS, f"{document.name}: {line}"
+
+
+def test_the_api_reference_names_what_is_there() -> None:
+    for name in re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text("utf8"), re.MULTILINE):
+        module, _, last = name.rpartition(".")
+        found = (
+            importlib.import_module(name) if name == "perada.errors" else getattr(importlib.import_module(module), last)
+        )
+        assert found.__doc__, name
+
+
+def test_every_document_is_on_the_site() -> None:
+    text = (ROOT / "mkdocs.yml").read_text("utf8")
+    assert {d.name for d in DOCS.glob("*.md")} <= set(re.findall(r"[\w-]+\.md", text))
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]["version"]
+    assert perada.__version__ == version
+    assert f"version: {version}" in (ROOT / "CITATION.cff").read_text("utf8")
+    assert f"## [{version}] - " in (ROOT / "CHANGELOG.md").read_text("utf8")
+    assert f'"pkg:pypi/perada@{version}"' in (ROOT / "sbom.cdx.json").read_text("utf8")

@@ -17,7 +17,8 @@ from perada.methods import REGISTRY
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-DOCUMENTS = [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHERS = [ROOT / name for name in ("SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+DOCUMENTS = [README, *OTHERS, *sorted((ROOT / "docs").glob("*.md"))]
 WRITTEN = [d for d in DOCUMENTS if d.name != "results.md"]  # `python -m experiments document` makes that one
 SETTING = re.compile(r"--set\s+'?([a-z]+\.[a-z_]+=[^\s'`]+)")
 

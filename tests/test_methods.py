@@ -21,6 +21,8 @@ from perada.lanes import Gradient, State, gather
 from perada.methods import REGISTRY, Parts, check_upload, declared_upload, method_sizes
 from perada.methods.perada import PerAda
 from perada.models import network_of
+from perada.report.facts import gather_facts
+from perada.sweep.compare import compare
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -157,6 +159,22 @@ def test_pretraining_is_saved_counted_and_resumed(tmp_path: Path, monkeypatch: p
     for part in ("params", "buffers"):
         a, b = getattr(whole.state("client-00"), part), getattr(again.state("client-00"), part)
         assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_runs_that_share_a_pretrained_backbone_all_count_its_pretraining(tmp_path: Path) -> None:
+    """Standalone sends nothing in training, but it starts from what FedAvg made of every client's uploads."""
+    settings = {k.replace("__", "."): v for k, v in {**PRETRAINED, "train__rounds": 1}.items() if "method" not in k}
+    made = compare("digits", methods=["perada-no-kd", "standalone"], set=settings, out=tmp_path / "both", jobs=1)
+    first, second = (run.summary for run in made.runs)
+    assert {r.summary["method"] for r in made.runs} == {"perada-no-kd", "standalone"}
+    assert first["pretrain"] == second["pretrain"]
+    alone = next(run for run in made.runs if run.summary["method"] == "standalone")
+    assert alone.summary["bytes_up"] == 0
+    (facts,) = gather_facts([alone])
+    sizes = alone.summary["parameters"]
+    assert facts.pretrain is not None
+    whole = 4 * sizes["full"]  # and its running statistics
+    assert whole * 3 * 2 <= facts.pretrain.up <= 1.05 * whole * 3 * 2, "three rounds of two clients"
 
 
 PRETRAINED = {

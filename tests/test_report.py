@@ -23,6 +23,7 @@ from perada.data.federation import Client, Federation
 from perada.errors import InputError
 from perada.report import write_report
 from perada.report.facts import distillations, gather_facts
+from perada.report.figures import Series
 from perada.report.page import _places
 from perada.report.svg import human_bytes, shorten, ticks
 from perada.runs.folder import RunFolder
@@ -359,3 +360,32 @@ def test_a_round_whose_student_diverged_is_not_subtracted_twice() -> None:
     rows = [Evaluation(r, {}, distilled=min(r, 3), distill={"diverged": r == 4}) for r in (1, 2, 3, 4)]
     assert distillations(rows[-1], rows) == (4, 3)
     assert distillations(rows[2], rows[:3]) == (3, 3)
+
+
+def test_pretraining_is_counted_and_said_apart(tmp_path: Path) -> None:
+    """3 kB of adapters and 9 kB of whole models: 12 kB in all, three quarters of them in pretraining."""
+    run = FakeRun(federation(), rounds=3)
+    run.about["pretrain"] = {"round": 2, "bytes_up": 9000, "bytes_down": 18000, "seconds": 1.0}
+    run.about["parameters"]["full"] = 61650
+    page = written(tmp_path, run)
+    text = Reader(page).text
+    assert "Sent by clients 12 kB in all; 9 kB of it (75 %) in 2 rounds of pretraining, with whole models" in text
+    assert "12,330 of 61,650 parameters; without pretraining" in text
+    assert "From clients 12 kB (pretraining 9 kB of it) To clients 27 kB (pretraining 18 kB of it)" in text
+    assert "from clients, round 0: 9 kB" in text
+    assert "Round 0 has what pretraining sent." in text
+    both = Reader(written(tmp_path, run, FakeRun(federation(), "standalone"))).text
+    assert "12 kB (pretraining 9 kB of it)" in both
+
+
+def test_without_pretraining_there_is_no_word_of_it(tmp_path: Path) -> None:
+    text = Reader(written(tmp_path, FakeRun(federation()))).text
+    assert "retraining" not in text.partition("Configuration and versions")[0]
+
+
+def test_a_line_breaks_where_the_mean_is_over_others() -> None:
+    points = [(1, 60.0, 1.0), (2, 66.0, 1.0), (3, 67.0, 1.0), (4, 61.0, 1.0), (5, None, None), (6, 62.0, 1.0)]
+    two, one = "2 of 3 clients, without west", "1 of 3 clients, without north, west"
+    assert [[r for r, _, _ in p] for p in Series("a", 0, points).pieces] == [[1, 2, 3, 4], [6]]
+    assert [[r for r, _, _ in p] for p in Series("a", 0, points, {2: two, 3: two}).pieces] == [[1], [2, 3], [4], [6]]
+    assert [[r for r, _, _ in p] for p in Series("a", 0, points, {2: two, 3: one}).pieces] == [[1], [2], [3], [4], [6]]

@@ -113,7 +113,7 @@ def test_a_folder_gives_its_rows_and_names_a_damaged_line(tmp_path: Path) -> Non
 
 
 def test_a_few_words_about_a_row() -> None:
-    assert ROWS["simulation"].brief() == "local 62.8 global 62.8"
+    assert ROWS["simulation"].brief() == "local 62.8 (2 of 3) global 62.8 (2 of 3)"
     assert ROWS["nothing answered"].brief() == "local n/a"
-    assert ROWS["validation only"].brief() == "val 62.8"
+    assert ROWS["validation only"].brief() == "val 62.8 (2 of 3)"
     assert ROWS["first round"].brief() == ""

@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Distill",
     "Drift",
@@ -23,6 +23,7 @@ __all__ = [
     "__version__",
     "adapt",
     "compare",
+    "join",
     "load",
     "train",
     "tune",
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .experiment import Experiment
     from .lanes import LaneModel, State
     from .predict.drift import Drift
+    from .runs.join import join
     from .runs.run import Run, load
     from .runs.train import train
     from .server.distill import Distill
@@ -52,6 +54,7 @@ else:
         "Train": "client.trainer",
         "adapt": "adapters",
         "compare": "sweep.compare",
+        "join": "runs.join",
         "load": "runs.run",
         "train": "runs.train",
         "tune": "sweep.tune",

@@ -63,7 +63,7 @@ def test_a_random_backbone_gets_a_hint(tmp_path: Path, capsys: pytest.CaptureFix
         assert not Project.open(tmp_path / method).settings().random_backbone, "it trains all of it"
     assert cli.main(["flower", "init", str(tmp_path / "r")]) == 0
     assert not Project.open(tmp_path / "r").settings().random_backbone, "the digits have weights"
-    assert f"next: {tmp_path / 'r' / 'certs.sh'}, then" in capsys.readouterr().err
+    assert f"{tmp_path / 'r' / 'certs.sh'}, each site's own key by perada" in capsys.readouterr().err, "loopback, too"
 
 
 @pytest.mark.parametrize(("sites", "least"), [("a", 1), ("a,b", 1), ("a,b,c", 2), ("a,b,c,d", 2)])
@@ -83,11 +83,20 @@ def test_the_app_is_a_small_one_without_code(tmp_path: Path) -> None:
     assert problem_of(fab) is None
 
 
+def words_of(script: str) -> list[str]:
+    """Returns the command that the script advises for a site's key, without its options."""
+    (line,) = [line for line in Path(script).read_text().splitlines() if "--keys-only" in line]
+    return line.removeprefix("#").split("--keys-only")[0].split()
+
+
 def test_the_certificate_script_works(tmp_path: Path) -> None:
     assert cli.main(["flower", "init", str(tmp_path / "p"), "--sites", "a,b"]) == 0
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     script = str(tmp_path / "p" / "certs.sh")
     assert subprocess.run([script], env=env, check=False, capture_output=True).returncode == 0
+    assert not list((tmp_path / "p" / "certs" / "sites").glob("*")), "each site makes its own key"
+    keys = [*words_of(script), "--keys-only", "--sites", "b"]
+    assert subprocess.run(keys, env=env, cwd=tmp_path / "p", check=False, capture_output=True).returncode == 0
     assert (tmp_path / "p" / "certs" / "sites" / "b.key").is_file()
     again = subprocess.run([script], env=env, check=False, capture_output=True, text=True)
     assert again.returncode == 2

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -314,6 +315,17 @@ def test_status_collect_report_and_export(net: Net, tmp_path: Path, capsys: pyte
     words = ["export", "--dir", str(net.home / "west"), "--out", str(out), "--merged"]
     assert cli.main(["flower", *words]) == 0
     assert out.stat().st_size > 100_000
+    assert "west: round 1 of 1: training loss" in net.said("west")
+    assert re.search(r"west: after round 1 of 1: [\d.]+% of \d+ own test images right", net.said("west"))
+    page = tmp_path / "west.html"
+    assert cli.main(["flower", "report", "--dir", str(net.home / "west"), "--out", str(page)]) == 0
+    assert "<b>1</b><span>of 1 planned" in page.read_text("utf8")
+    for site in SITES:
+        assert f"site {site} connected from 127.0.0.1" in net.said("server"), "by its key"
+    net.stop("east")
+    until(lambda: "site east left from 127.0.0.1" in net.said("server"), 30, "it left")
+    net.start("east")
+    until(lambda: net.said("east").count("connected to") > 1, 60, "it is back for the tests to come")
 
 
 def test_a_renewed_key_counts_at_once(net: Net) -> None:

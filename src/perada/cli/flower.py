@@ -16,8 +16,9 @@ from ..errors import InputError
 from ..flower import certs
 from ..flower.address import PORT, Address
 from ..flower.control import Control, Follower, follow
-from ..flower.launch import join, plan_site, serve
-from ..flower.personal import known_site, personal_model, personal_predictor
+from ..flower.launch import join, plan_site, serve, site_with_data
+from ..flower.newcomer import joined
+from ..flower.personal import known_site, personal_model, personal_predictor, site_page
 from ..flower.processes import Stop, stoppable
 from ..flower.project import Project, init
 from ..flower.settings import check_sites, checked_name
@@ -44,17 +45,24 @@ def _split(text: str) -> list[str]:
 
 
 @contextmanager
+def private() -> Iterator[None]:
+    """Makes what is written readable for its owner alone: models, databases, logs, images."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@contextmanager
 def _service() -> Iterator[None]:
     """Runs a service: SIGTERM ends it with code 0 and Ctrl-C with 130. Only its owner can read what it writes."""
-    before = os.umask(0o077)  # models, databases, logs
     try:
-        with stoppable():
+        with private(), stoppable():
             yield
     except Stop as stop:
         say("stopped")
         raise typer.Exit(SAID if stop.interrupted else 0) from stop
-    finally:
-        os.umask(before)
 
 
 @app.command("init")
@@ -73,8 +81,8 @@ def init_command(
     address = Address.parse(server)
     for path in init(folder, name, _split(sites), address, preset, _split(classes), settings):
         tell(str(path))
-    keys = "" if address.loopback else "each site's own key by perada flower certs certs --keys-only (docs/deploy.md), "
-    say(f"next: {folder / 'certs.sh'}, {keys}then perada flower server {folder}")
+    keys = "each site's own key by perada flower certs certs --keys-only (docs/deploy.md)"
+    say(f"next: {folder / 'certs.sh'}, {keys}, then perada flower server {folder}")
 
 
 @app.command("certs")
@@ -258,6 +266,40 @@ def drift_command(
     """At a site: say whether images look like its own. The exit code is 0 if they do, and 3 if they have drifted."""
     predictor = personal_predictor(known_site(folder, site), run, predicting(sets))
     report_drift(replace(predictor, say=say).check(images), as_json)
+
+
+@app.command("report")
+def report_command(
+    site: SiteName = None,
+    folder: SiteFolder = Path(),
+    run: SiteRun = "",
+    out_file: Annotated[Path, typer.Option("--out", metavar="FILE.html", help="the page")] = Path("site.html"),
+) -> None:
+    """At a site: write a page about its own model, from its own disk. Needs no server; nothing leaves."""
+    settings = known_site(folder, site)
+    with private():
+        site_page(settings, run).write(out_file)
+    tell(f"wrote {out_file}: it has images of {settings.name}, so keep it there")
+
+
+@app.command("join")
+def join_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="what `perada flower collect` made, from the server")],
+    name: SiteName = None,
+    data: Annotated[Path | None, typer.Option(metavar="FOLDER", help="class/image files, a manifest or .npz")] = None,
+    folder: SiteFolder = Path(),
+    rounds: Annotated[int | None, typer.Option(help="of training; default as often as a site took part")] = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="default STATE/joined/RUN-NAME")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an existing run")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """At a new site: train its own model from a finished run's global one. Needs no server; nothing leaves."""
+    settings = site_with_data(folder, name, data)
+    with private():
+        made = joined(settings, run, rounds, out_dir, overwrite, say)
+    page = made.path / "report.html"
+    document = {"run": str(made.path), "report": str(page), "client": settings.name, **made.summary["joined"]}
+    show(as_json, document, tables.joined(made), f"run      {made.path}\nreport   {page}")
 
 
 @app.command("export")

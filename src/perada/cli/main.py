@@ -26,6 +26,7 @@ from ..methods import REGISTRY, method_sizes
 from ..models import BACKBONES, count_groups, network_of
 from ..report import standings, write_partition, write_report
 from ..report.tensorboard import write_events
+from ..runs.join import join
 from ..runs.names import chosen_source
 from ..runs.run import load
 from ..runs.train import train
@@ -270,6 +271,24 @@ def export(
     """Write a client's personal adapter (or merged model) to one file; .onnx needs pip install 'perada[onnx]'."""
     load(run, data=data, say=say).export(client, out_file, merged)
     tell(f"wrote {out_file}")
+
+
+@app.command("join")
+def join_command(
+    run: RunPath,
+    data: Annotated[str, typer.Option("--data", metavar="FOLDER", help="class/image files, a manifest or .npz")],
+    name: Annotated[str, typer.Option("--name", help="the new client's name")],
+    rounds: Annotated[int | None, typer.Option(help="of training; default as often as a client took part")] = None,
+    out_dir: Annotated[Path | None, _out("RUN-NAME")] = None,
+    device: Device = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an existing run")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Give a new client a personal model from a finished run; nobody else changes."""
+    made = join(run, data=data, name=name, rounds=rounds, out=out_dir, device=device, overwrite=overwrite, say=say)
+    page = made.path / "report.html"
+    document = {"run": str(made.path), "report": str(page), "client": name, **made.summary["joined"]}
+    show(as_json, document, tables.joined(made), f"run      {made.path}\nreport   {page}")
 
 
 @app.command()

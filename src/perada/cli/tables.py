@@ -14,7 +14,7 @@ from ..data import Federation
 from ..data.download import Entry
 from ..predict.predictor import Check
 from ..predict.scores import DriftScores
-from ..report.facts import distillations, drift_of, mishaps, unlikeness
+from ..report.facts import JOINED, distillations, drift_of, mishaps, partial_means, unlikeness
 from ..report.standings import PERSONAL, Standings, parts
 from ..report.svg import millions
 from ..runs.moment import Evaluation
@@ -24,8 +24,9 @@ SHADES = "·░▒▓█"
 
 
 def spread(scores: Scores | None) -> str:
-    """Returns `91.82±4.43`, or n/a."""
-    return "n/a" if scores is None or scores.mean is None else f"{scores.mean:.2f}±{scores.std:.2f}"
+    """Returns `91.82±4.43`, or n/a; with a star if the mean is not over all clients."""
+    star = "*" if scores is not None and scores.over else ""
+    return "n/a" if scores is None or scores.mean is None else f"{scores.mean:.2f}±{scores.std:.2f}{star}"
 
 
 def house_table(title: str | None, first: str, *rest: str) -> Table:
@@ -54,9 +55,8 @@ def results(runs: Sequence[Run]) -> Table:
     table.caption = "server: the global model on Global-test"
     table.caption += "; distilled: rounds in which it was used" if distilled else ""
     for (s, last), measured in zip(rows, history, strict=True):
-        up, down = (sent / max(1, last.round * s["cohort"]) / 1e3 for sent in (last.bytes_up, last.bytes_down))
-        table.caption += f"\n{s['method']}, per client and round: {up:,.0f} kB up, {down:,.0f} kB down"
-        table.caption += "; in pretraining full models, both ways" if "pretrain" in s else ""
+        table.caption += f"\n{s['method']}, {_sent(s, last)}"
+        table.caption += "".join(f"\n{s['method']}: * {line}" for line in partial_means(last))
         table.caption += "".join(f"\n{s['method']}: {line}" for line in mishaps(measured))
         table.add_row(
             s["method"],
@@ -75,6 +75,19 @@ def results(runs: Sequence[Run]) -> Table:
                 f"everybody's: {' → '.join(mixed)}"
             )
     return table
+
+
+def _sent(summary: Mapping[str, Any], last: Evaluation) -> str:
+    """Returns what was sent per client and round, by those that took part, and in pretraining."""
+    planned = last.round * summary["cohort"]
+    times = last.took_part or planned  # an older version did not count them
+    up, down = (size / max(1, times) / 1e3 for size in (last.bytes_up, last.bytes_down))
+    text = f"per client and round: {up:,.0f} kB up, {down:,.0f} kB down"
+    text += f" ({times:,} of {planned:,} uploads)" if times < planned else ""
+    if (before := summary.get("pretrain")) is not None:
+        up, all_up = before["bytes_up"] / 1e6, (before["bytes_up"] + last.bytes_up) / 1e6
+        text += f"\n  and whole models in pretraining: {up:,.1f} of the {all_up:,.1f} MB that clients sent in all"
+    return text
 
 
 def _kept(last: Evaluation, guarded: bool, rows: Sequence[Evaluation]) -> str:
@@ -100,6 +113,18 @@ def standings(ranking: Standings) -> list[Table]:
     return tables
 
 
+def joined(run: Run) -> Table:
+    """Returns the scores of a client that joined a run: its own model, one trained alone, and the global one."""
+    summary, (client,) = run.summary, run.clients
+    about, unit = summary["joined"], "AUC" if summary["metric"] == "auc" else "accuracy"
+    table = house_table(f"{client}: {unit} in % on its {about['test_images']} own test images", "model", "score", "95%")
+    for kind, title in JOINED.items():
+        found = about.get(kind, {"score": None, "interval": None})
+        ends = "n/a" if found["interval"] is None else "{:.1f} to {:.1f}".format(*found["interval"])
+        table.add_row(title, "n/a" if found["score"] is None else f"{found['score']:.2f}", ends)
+    return table
+
+
 def scores(sets: Mapping[str, Scores]) -> Table:
     """Returns one row per client and one column per test set, with the means; then the AUC per label."""
     table = house_table("personal models, in %", "client", *sets)
@@ -108,6 +133,8 @@ def scores(sets: Mapping[str, Scores]) -> Table:
         table.add_row(client, *("n/a" if v is None else f"{v:.2f}" for v in row))
     table.add_section()
     table.add_row("mean ± std", *(spread(s) for s in sets.values()))
+    if any(s.over for s in sets.values()):
+        table.add_row("* over", *(s.over for s in sets.values()))
     labels = next(iter(sets.values())).per_label or {}
     if labels:
         table.add_section()

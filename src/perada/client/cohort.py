@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..runs.moment import Moment
     from ..runs.options import RunOptions
 
+TOOK_PART = "took_part"  # the counter of clients that took part, summed over the rounds
 SPLITS = ("local", "val", "global")  # what is evaluated during training
 
 
@@ -87,6 +88,7 @@ class Uploads:
             "bytes_down": before["bytes_down"] + down,
             "distilled": before["distilled"] + int(log is not None and not log.get("diverged")),
             "accepted": before["accepted"] + int(bool(log and log.get("guard_chose"))),
+            **({TOOK_PART: before[TOOK_PART] + self.clients} if TOOK_PART in before else {}),
         }
 
 

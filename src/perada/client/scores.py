@@ -142,6 +142,17 @@ class Scores:
     def std(self) -> float | None:
         return float(self.values.std()) if len(self.values) else None
 
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Returns the clients that have no score, so that the mean is not over them."""
+        return tuple(name for name, value in self.per_client.items() if value is None)
+
+    @property
+    def over(self) -> str:
+        """Returns over how many clients the mean is, such as `2 of 3`; empty if it is over all, or there is none."""
+        known, clients = len(self.values), len(self.per_client)
+        return f"{known} of {clients}" if 0 < known < clients else ""
+
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> Scores:
         """Returns the scores that `as_dict` wrote."""
@@ -149,7 +160,8 @@ class Scores:
 
     def as_dict(self) -> dict[str, object]:
         per_label = {} if self.per_label is None else {"per_label": self.per_label}
-        return {"mean": self.mean, "std": self.std, "per_client": self.per_client, **per_label}
+        missing = {"missing": list(self.missing)} if self.over else {}
+        return {"mean": self.mean, "std": self.std, **missing, "per_client": self.per_client, **per_label}
 
 
 def scores_of(federation: Federation, logits: Sequence[Tensor], targets: Sequence[Tensor]) -> Scores:

@@ -212,5 +212,7 @@ class Log(Callback):
         if progress.round > self.first:
             last, sampled = self.experiment.now.last, len(self.experiment.sampled(progress.round - 1))
             loss = "n/a" if last["train_loss"] is None else f"{last['train_loss']:.4f}"
-            who = f"{sampled - len(last.get('absent', ()))} of {sampled} sites"
+            absent = last.get("absent", ())
+            who = f"{sampled - len(absent)} of {sampled} sites"
+            who += f" (without {', '.join(absent)})" if absent else ""
             self.diary.say(f"round {progress.round} of {progress.rounds}: {who}, training loss {loss}")

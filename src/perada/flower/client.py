@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors.torch import save
 from torch import nn
 
 from ..client.cohort import LocalCohort, Report
+from ..client.interval import wilson
 from ..client.scores import personal_scores
 from ..config import Config, build, in_keys
 from ..data import Federation
@@ -206,7 +208,7 @@ def _handle(site: Site, request: Request, content: RecordDict) -> RecordDict:
         if request.kind == "train":
             return _train(work, request, received)
         if request.kind == "evaluate":
-            return site.reply(request, numbers=_scores(work, received, _kept(work, request)))
+            return site.reply(request, numbers=_scores(work, request, received, _kept(work, request)))
         if request.kind == "finish":
             return _finish(work, request, received)
     raise Refused(f"it knows no {request.kind!r}: do server and site run one version?")
@@ -263,13 +265,15 @@ def _train(work: Work, request: Request, received: State) -> RecordDict:
     seen = digest(received, request.plan, request.start)
     entry = work.site.state.answered(request.run, request.round, seen)
     kept = _kept(work, request) if entry is None or request.evaluate else State()
-    numbers = _scores(work, received, kept) if request.evaluate else {}
+    numbers = _scores(work, request, received, kept) if request.evaluate else {}
+    known = entry is not None
     if entry is None:
         now = replace(work.experiment.now, round=request.round, broadcast=received, kept=kept)
         uploads = work.cohort.train(now, [0])
         entry = _saved(work, request, seen, uploads.kept or State(), uploads.states, uploads.report)
     if entry.said["loss"] is not None:
         numbers["loss"] = float(entry.said["loss"])
+    _tell_round(work, request, entry, known)
     if work.config.train.weighting == "samples":
         numbers["samples"] = float(len(work.federation.clients[0].train))
     failed = bool(entry.said["failed"])
@@ -285,7 +289,7 @@ def _finish(work: Work, request: Request, received: State) -> RecordDict:
     if entry is None:
         kept, report = work.cohort.finish(replace(work.experiment.now, round=request.round, broadcast=received))
         entry = _saved(work, request, seen, kept, State(), report)
-    numbers = _scores(work, received, work.experiment.here(entry.kept)) if request.evaluate else {}
+    numbers = _scores(work, request, received, work.experiment.here(entry.kept)) if request.evaluate else {}
     return work.site.reply(request, numbers=numbers, failed=bool(entry.said["failed"]))
 
 
@@ -306,11 +310,40 @@ def _score(work: Work, request: Request, content: RecordDict) -> RecordDict:
         raise Refused(f"{work.config.method_name} has no guard")
     judged = len(experiment.distill.judged())
     candidates = unpack(content, experiment.now.broadcast, judged, finite=False)  # one that diverged loses by its loss
+    work.site.log(f"round {request.round + 1}: scored {judged} candidates of the server on its validation data")
     losses = work.cohort.losses(work.cohort.trainer_of([0], request.round), candidates)[:, 0]
     return work.site.reply(request, numbers={"losses": losses.tolist()})
 
 
-def _scores(work: Work, received: State, kept: State) -> dict[str, float | list[float]]:
+def _tell_round(work: Work, request: Request, entry: Entry, known: bool) -> None:
+    """Writes in the site's log how the training of a round went; notes it on the disk if it was trained just now."""
+    loss, number = entry.said["loss"], request.round + 1
+    how = "n/a" if loss is None else f"{loss:.4f}"
+    if entry.said["failed"]:
+        how += "; it stopped being finite, so nothing is sent"
+    where = " (trained before, answered from the disk)" if known else ""
+    work.site.log(f"round {number} of {work.config.train.rounds}: training loss {how}{where}")
+    if not known:
+        work.site.state.note(request.run, {"round": number, "loss": loss, "undone": request.undone})
+
+
+def _tell_scores(work: Work, request: Request, scores: Mapping[str, float | None]) -> None:
+    """Writes in the site's log, and on its disk, how good its own model is. Nothing of this is sent."""
+    test, value, done = len(work.federation.clients[0].test), scores["local_test"], request.round
+    if value is None:
+        how = "n/a (no test images)"
+    elif work.federation.multilabel:
+        how = f"AUC {value:.1f} on {test} own test images"
+    else:
+        low, high = wilson(round(value * test / 100), test) or (0.0, 100.0)
+        how = f"{value:.1f}% of {test} own test images right (95%: {low:.1f} to {high:.1f})"
+    what = "before training" if done == 0 else f"after round {done} of {work.config.train.rounds}"
+    work.site.log(f"{what}: {how}")
+    note = {"round": done, "local_test": value, "local_val": scores["local_val"], "undone": request.undone}
+    work.site.state.note(request.run, note)
+
+
+def _scores(work: Work, request: Request, received: State, kept: State) -> dict[str, float | list[float]]:
     """Returns the scores of the site's own model on its own data and the shared test set; none where undefined.
 
     They are rounded: an exact share of n images would tell n.
@@ -321,4 +354,5 @@ def _scores(work: Work, received: State, kept: State) -> dict[str, float | list[
     if work.test is not None:
         scores["global_test"] = personal_scores(experiment.model, lanes, work.test, ("local",))["local_test"]
     values = {key: next(iter(by_client.per_client.values())) for key, by_client in scores.items()}
+    _tell_scores(work, request, values)
     return {key: round(value, work.site.settings.score_digits) for key, value in values.items() if value is not None}

@@ -27,7 +27,9 @@ import sys
 import time
 import tomllib
 import zipfile
+from base64 import b64encode
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,7 +117,7 @@ def _sender(scope: Scope) -> str:
 
 def _reporting(send: Send, scope: Scope, request: str) -> Send:
     """Wraps `send`: tells the user which sites connect, leave and are refused."""
-    good = {"activate-node": "a site connected from", "deactivate-node": "a site left from"}
+    good = {"activate-node": "connected from", "deactivate-node": "left from"}
 
     async def tell(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -123,10 +125,26 @@ def _reporting(send: Send, scope: Scope, request: str) -> Send:
                 why = "its key is not registered, or the site is already connected"
                 say(f"refused a site from {_sender(scope)}: {why}")
             elif request in good:
-                say(f"{good[request]} {_sender(scope)}")
+                say(f"{_site(scope)} {good[request]} {_sender(scope)}")
         await send(message)
 
     return tell
+
+
+def _site(scope: Scope) -> str:
+    """Returns whose key a request was signed with, by the .pub files in $PERADA_FLOWER_KEYS: `site north`."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+
+    key = dict(scope.get("headers", ())).get(b"flwr-public-key", b"")
+    for file in sorted(Path(os.environ.get("PERADA_FLOWER_KEYS") or "/nowhere").glob("*.pub")):
+        try:
+            known = load_ssh_public_key(file.read_bytes())
+            if b64encode(known.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)) == key:
+                return f"site {file.stem}"
+        except (OSError, ValueError, UnsupportedAlgorithm):
+            continue
+    return "a site"
 
 
 def problem_of(fab: bytes) -> str | None:

@@ -57,7 +57,7 @@ def _serve(project: Project, settings: ServerSettings, address: Address, insecur
     ready.unlink(missing_ok=True)
     env = {"PERADA_FLOWER_SERVER": str(project.server_toml), "PERADA_FLOWER_READY": str(ready)}
     if not insecure:
-        env["PERADA_FLOWER_NODES"] = str(control.nodes_file)
+        env |= {"PERADA_FLOWER_NODES": str(control.nodes_file), "PERADA_FLOWER_KEYS": str(project.certs / "sites")}
     link = _start("superlink", words, home / "superlink.log", lambda line: _show_marked(line, say), **env)
     try:
         _wait_until_up(link, address, ca)
@@ -190,16 +190,11 @@ def plan_site(
 ) -> SiteService:
     """Reads the folder's site.toml, in which the given values replace its own, and checks everything."""
     folder = folder.expanduser().absolute()
-    given = {"name": name, "data": str(data.expanduser().absolute()) if data else None, "server": server}
-    settings = SiteSettings.read(folder / "site.toml", **given)
-    for key, hint in (("data", "--data FOLDER"), ("server", "--server HOST:PORT")):
-        if not getattr(settings, key):
-            raise InputError(f"{folder / 'site.toml'} has no {key}: fill it in, or give {hint}")
+    settings = site_with_data(folder, name, data, server)
+    if not settings.server:
+        raise InputError(f"{folder / 'site.toml'} has no server: fill it in, or give --server HOST:PORT")
     address = Address.parse(settings.server)
     check_plain(address, insecure, confirmed)
-    path = Path(settings.data)
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        raise InputError(f"no data at {settings.data}: give --data FOLDER with class/image files")
     if insecure:
         return SiteService(settings, address, None, None)
     ca, private = folder / "certs" / "ca.crt", folder / "certs" / "sites" / f"{settings.name}.key"
@@ -208,6 +203,19 @@ def plan_site(
         if not file.is_file():
             raise InputError(f"no {file}: {source}")
     return SiteService(settings, address, ca, private)
+
+
+def site_with_data(folder: Path, name: str | None, data: Path | None, server: str | None = None) -> SiteSettings:
+    """Reads the folder's site.toml, in which the given values replace its own; refuses one whose data are not there."""
+    file = folder.expanduser().absolute() / "site.toml"
+    given = {"name": name, "data": str(data.expanduser().absolute()) if data else None, "server": server}
+    settings = SiteSettings.read(file, **given)
+    if not settings.data:
+        raise InputError(f"{file} has no data: fill it in, or give --data FOLDER")
+    path = Path(settings.data)
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        raise InputError(f"no data at {settings.data}: give --data FOLDER with class/image files")
+    return settings
 
 
 def join(site: SiteService, say: Say) -> None:
@@ -287,17 +295,15 @@ class _LogSummary:
     """Shows the user what matters in a SuperNode's log."""
 
     def __init__(self, site: SiteService, say: Say) -> None:
-        self.site, self.say, self.round, self.error = site, say, "", ""
+        self.site, self.say, self.error = site, say, ""
 
     def __call__(self, line: str) -> None:
         if (text := marked(line)) is not None:
             self.say(text)
         elif "SuperNode ID" in line:
             self.say(f"connected to {self.site.server}")
-        elif match := re.search(r"\[RUN \d+, ROUND (\S+)\]", line):
-            self.round = match[1]
-        elif match := re.search(r"Receiving: (\S+) message", line):
-            self.say(f"round {self.round}: {match[1]}" if self.round else match[1])
+        elif match := re.match(r"site \S+: ((?:round|after|before) .*)", line):
+            self.say(match[1])
         elif match := re.match(r"site \S+: (error: .*)", line):
             if match[1] != self.error:  # the server asks again every few seconds
                 self.error = match[1]

@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..config.settings import Settings
-from ..data import Federation
 from ..errors import Damaged, InputError, unknown
 from ..experiment import Experiment
 from ..predict.drift import Calibration, Drift
 from ..predict.personal import PersonalModel
 from ..predict.predictor import Predictor
+from ..report.site import SitePage
 from ..runs.calibration import ADVICE, MADE_WITH, calibrated
 from ..runs.files import is_whole, read_object, sealed, write_output
 from ..server.checks import Refused
-from .settings import Plan, SiteSettings
+from .settings import SiteSettings
 from .site_data import empty_federation, site_federation
 
-if TYPE_CHECKING:
-    from .client import Work
+if TYPE_CHECKING:  # they load Flower, which most commands do without
+    from .client import Site, Work
+
+
+@dataclass(frozen=True)
+class SiteRun:
+    """What a site has of a run."""
+
+    id: str
+    site: Site
+    work: Work
+    experiment: Experiment  # without data; its moment has the last broadcast, and what the site keeps now
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder at the site."""
+        return self.site.state.path / self.id
+
+    def model(self) -> PersonalModel:
+        """Returns what the site predicts with."""
+        of = self.experiment
+        return PersonalModel(self.site.settings.name, self.work.config, of.federation, of.model, of.personal())
 
 
 def known_site(folder: Path, name: str | None) -> SiteSettings:
@@ -35,50 +54,9 @@ def known_site(folder: Path, name: str | None) -> SiteSettings:
     return SiteSettings.read(file)
 
 
-def personal_model(settings: SiteSettings, run: str = "") -> PersonalModel:
-    """Returns the site's model of a run (by name or id; default the newest), with the last broadcast it received."""
-    experiment, work, _ = _trained(settings, run)
-    return PersonalModel(settings.name, work.config, experiment.federation, experiment.model, experiment.personal())
-
-
-def personal_predictor(settings: SiteSettings, run: str = "", set: Settings | None = None) -> Predictor:
-    """Returns what predicts with the site's model of a run and the last broadcast, and notices drift.
-
-    It is calibrated on the site's own data, here, and the numbers are kept beside the model. set: settings of [drift].
-    """
-    experiment, work, folder = _trained(settings, run)
-    options = replace(work.config.drift, **{key.removeprefix("drift."): v for key, v in (set or {}).items()})
-    experiment.drift = options
-    personal, shared = experiment.both_models()
-    by = _calibration(folder / "drift.json", experiment, options, lambda: _own_data(settings, work.plan))
-    rest = experiment.federation, by, options, work.config.data.fit
-    return Predictor.of(settings.name, experiment.model, personal, shared, *rest)
-
-
-def _own_data(settings: SiteSettings, plan: Plan) -> Federation:
-    return site_federation(settings, plan, torch.device("cpu"))
-
-
-def _calibration(path: Path, experiment: Experiment, options: Drift, data: Callable[[], Federation]) -> Calibration:
-    """Returns the site's calibration: from its file if that is of these models, else made from its data and kept."""
-    from .messages import digest
-
-    made = {key: getattr(options, key) for key in MADE_WITH}
-    belongs = {"models": [digest(state) for state in experiment.both_models()], "options": made}
-    if path.is_file():
-        content = read_object(path, {"options": dict, "calibration": dict}, ADVICE)
-        if not is_whole(content):
-            raise Damaged(f"{path} is damaged: {ADVICE}")
-        if all(content.get(key) == value for key, value in belongs.items()):
-            return Calibration.read(content["calibration"])
-    (by,) = calibrated(experiment, data(), None).values()
-    write_output(path, sealed({**belongs, "calibration": by.as_dict()}))
-    return by
-
-
-def _trained(settings: SiteSettings, run: str) -> tuple[Experiment, Work, Path]:
-    """Returns an experiment with what the site holds of a run, its plan at work, and the run's folder."""
-    from .client import NeedsWeights, Site  # these load Flower, which the other commands do without
+def site_run(settings: SiteSettings, run: str = "") -> SiteRun:
+    """Returns what the site has of a run, by name or id; default the newest."""
+    from .client import NeedsWeights, Site
 
     site = Site(settings)
     runs = site.state.runs()
@@ -90,8 +68,7 @@ def _trained(settings: SiteSettings, run: str) -> tuple[Experiment, Work, Path]:
     plan, start, start_round, broadcast = site.state.load_broadcast(matching[-1])
     try:
         work = site.work(plan)
-        data = empty_federation(work.plan, torch.device("cpu"))
-        experiment = work.experiment_on(data)
+        experiment = work.experiment_on(empty_federation(work.plan, torch.device("cpu")))
         kept = site.state.newest(matching[-1])
         if kept is None and start:  # a run that continues another, in which the site was not sampled yet
             kept = site.state.before(start, start_round)
@@ -101,4 +78,51 @@ def _trained(settings: SiteSettings, run: str) -> tuple[Experiment, Work, Path]:
         raise InputError(f"{site.state.path}: {error}") from error
     kept = experiment.method.init(experiment.model)[2] if kept is None else experiment.here(kept)
     experiment.now = replace(experiment.now, broadcast=experiment.here(broadcast), kept=kept)
-    return experiment, work, site.state.path / matching[-1]
+    return SiteRun(matching[-1], site, work, experiment)
+
+
+def personal_model(settings: SiteSettings, run: str = "") -> PersonalModel:
+    """Returns the site's model of a run (by name or id; default the newest), with the last broadcast it received."""
+    return site_run(settings, run).model()
+
+
+def personal_predictor(settings: SiteSettings, run: str = "", set: Settings | None = None) -> Predictor:
+    """Returns what predicts with the site's model of a run and the last broadcast, and notices drift.
+
+    It is calibrated on the site's own data, here, and the numbers are kept beside the model. set: settings of [drift].
+    """
+    of = site_run(settings, run)
+    experiment, config = of.experiment, of.work.config
+    options = replace(config.drift, **{key.removeprefix("drift."): v for key, v in (set or {}).items()})
+    experiment.drift = options
+    personal, shared = experiment.both_models()
+    rest = experiment.federation, _calibration(of, options), options, config.data.fit
+    return Predictor.of(settings.name, experiment.model, personal, shared, *rest)
+
+
+def _calibration(of: SiteRun, options: Drift) -> Calibration:
+    """Returns the site's calibration: from its file if that is of these models, else made from its data and kept."""
+    from .messages import digest
+
+    path = of.folder / "drift.json"
+    made = {key: getattr(options, key) for key in MADE_WITH}
+    belongs = {"models": [digest(state) for state in of.experiment.both_models()], "options": made}
+    if path.is_file():
+        content = read_object(path, {"options": dict, "calibration": dict}, ADVICE)
+        if not is_whole(content):
+            raise Damaged(f"{path} is damaged: {ADVICE}")
+        if all(content.get(key) == value for key, value in belongs.items()):
+            return Calibration.read(content["calibration"])
+    data = site_federation(of.site.settings, of.work.plan, torch.device("cpu"))
+    (by,) = calibrated(of.experiment, data, None).values()
+    write_output(path, sealed({**belongs, "calibration": by.as_dict()}))
+    return by
+
+
+def site_page(settings: SiteSettings, run: str = "") -> SitePage:
+    """Returns the page about the site's model of a run. Reads the site's data and what it noted, and asks nobody."""
+    of = site_run(settings, run)
+    plan, notes, experiment = of.work.plan, of.site.state.notes(of.id), of.experiment
+    data = site_federation(settings, plan, experiment.device)
+    shared, model = experiment.global_model, experiment.model
+    return SitePage(settings.name, plan.federation, of.work.config, data, model, experiment.personal(), shared, notes)

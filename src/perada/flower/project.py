@@ -27,7 +27,7 @@ from ..runs.folder import RunFolder
 from .address import PORT, Address
 from .guards import COMPONENTS
 from .quarantine import Quarantine
-from .settings import ServerSettings, check_sites
+from .settings import BUILT_IN_WEIGHTS, ServerSettings, check_sites
 
 TRIES = 5  # to copy a run
 
@@ -124,9 +124,21 @@ class Project:
         if checkpoint is None:
             raise Damaged(f"{part} has no checkpoint")
         sent = checkpoint.broadcast
+        self._save_backbone(copy)
         tensors = {n: t[0].contiguous() for kind in (sent.params, sent.buffers) for n, t in kind.items()}
         about = {"round": str(checkpoint.round), "federation": self.settings().federation.name}
         write_atomic(part / "global.safetensors", save(tensors, about))
+
+    def _save_backbone(self, copy: RunFolder) -> None:
+        """Adds the frozen weights, if they are a file at the server that no other machine has."""
+        config = resolve(str(copy.path / "config.toml"))
+        if config.model.weights in BUILT_IN_WEIGHTS:
+            return
+        from .client import backbone_state, planned_network  # these load Flower
+
+        network = planned_network(config, len(self.settings().federation.classes))
+        network.load(config.model.weights)
+        copy.save_backbone({n: t[0] for n, t in backbone_state(network.net).params.items()})
 
 
 def _about(file: Path, after: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@
                                             state.json           round, digest of what it was trained from, checksums
     STATE/FEDERATION/SITE/RUN/plan.json, received.safetensors    the newest plan and broadcast, to use the model with
                                                                  (and the rounds to which the run went back)
+    STATE/FEDERATION/SITE/RUN/notes.jsonl                        losses and scores by round: never sent
     STATE/FEDERATION/SITE/backbone-SHA.safetensors               the server's frozen weights, if they are a file
 
 The state before a round is that of the entry before it. If the server asks for a round again (it died before it saved
@@ -22,7 +23,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from ..runs.states import load_state, read_states, save_state
 from ..server.checks import Refused
 from .settings import MAX_ROUND, SiteSettings
 
+NOTES = "notes.jsonl"
 _ENTRY = re.compile(r"round-(\d{4,})")
 
 
@@ -178,6 +180,34 @@ class SiteState:
             return note["plan"], note["start"], int(note["start_round"]), load_state(home / "received.safetensors")
         except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise InputError(f"{home}: plan.json is damaged ({error}): take part in another round") from error
+
+    def note(self, run: str, row: Mapping[str, Any]) -> None:
+        """Adds what was measured at the site to its notes, which are for its own people."""
+        home = self.path / run
+        try:
+            home.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with (home / NOTES).open("a", encoding="utf8") as file:
+                file.write(json.dumps(dict(row)) + "\n")
+        except OSError as error:
+            raise InputError(f"cannot write to {home}: {error.strerror}") from error
+
+    def notes(self, run: str) -> list[dict[str, Any]]:
+        """Returns what was measured, one row per round, without what was undone; the newest of a round counts."""
+        history, rows = self.history(run), dict[int, dict[str, Any]]()
+        try:
+            lines = read_file(self.path / run / NOTES).decode("utf8", "replace").splitlines()
+        except OSError:  # an older version wrote none
+            lines = []
+        for line in lines:
+            try:
+                row = json.loads(line)
+                number, undone = int(row["round"]), row.get("undone", "")
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a kill while it was written
+                continue
+            back = min(history[len(undone.split(",")) if undone else 0 :], default=number)
+            if number <= back:
+                rows[number] = rows.get(number, {}) | row
+        return [rows[number] for number in sorted(rows)]
 
     def runs(self) -> list[str]:
         """Returns the ids of the runs that this site took part in, the newest last."""

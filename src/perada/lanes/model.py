@@ -128,6 +128,10 @@ class LaneModel:
         )
         return repeat(one, lanes)
 
+    def begin_from(self, state: State) -> None:
+        """Makes `initial` return this lane instead of the values that the module was made with."""
+        self._initial = self.part_of(state)
+
     def group(self, name: str) -> Group:
         """Returns a group. Raises an error that lists all groups if there is none of this name (`convert.Groups`)."""
         return self.groups[name]

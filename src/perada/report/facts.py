@@ -13,6 +13,7 @@ from ..errors import Damaged, InputError
 from ..methods import method_sizes
 from ..models import count_groups
 from ..predict.scores import DriftScores
+from ..runs.folder import RunFolder
 from ..runs.further import further_scores
 from ..runs.moment import Evaluation
 from ..runs.run import Run
@@ -22,6 +23,7 @@ PERSONAL = {
     "global_test": ("Global-test", "each client's personal model on all clients' test images"),
     "shifted": ("Shifted", "the mean over the Global-test images corrupted in 19 ways (noise, blur, fog, ...)"),
 }
+JOINED = {"personal": "personal", "standalone": "trained alone", "global": "global"}  # models of a client that joined
 SERVER = {"global_model": ("Global model", "the one model that the server sends out, on all clients' test images")}
 
 
@@ -98,6 +100,43 @@ def mishaps(rows: Sequence[Evaluation]) -> list[str]:
     return lines
 
 
+def names_of(names: Sequence[str]) -> str:
+    """Returns at most three names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def over_whom(scores: Scores | None) -> str:
+    """Returns over whom a mean is, such as `2 of 3 clients, without west`; empty if it is over all."""
+    return f"{scores.over} clients, without {names_of(scores.missing)}" if scores and scores.over else ""
+
+
+def partial_means(row: Evaluation | None) -> list[str]:
+    """Returns a sentence about the means of an evaluation that are not over all clients."""
+    titles: dict[str, list[str]] = {}
+    for split, (title, _) in PERSONAL.items():
+        if row is not None and (over := over_whom(row.scores.get(split))):
+            titles.setdefault(over, []).append(title)
+    return [f"{' and '.join(names)}: a mean over {over}." for over, names in titles.items()]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The bytes that crossed the network."""
+
+    up: int
+    down: int
+    rounds: int
+
+
+def pretraining_of(run: Run, summary: Mapping[str, Any]) -> Traffic | None:
+    """Returns what the FedAvg pretraining of the backbone sent: whole models, both ways. None without one."""
+    told = summary.get("pretrain")
+    if told is None and (rows := RunFolder(run.path / "pretrain").evaluations()):
+        told = {"bytes_up": rows[-1].bytes_up, "bytes_down": rows[-1].bytes_down, "round": rows[-1].round}
+    return Traffic(told["bytes_up"], told["bytes_down"], told["round"]) if told else None
+
+
 class Facts:
     """What a report says about one run."""
 
@@ -108,8 +147,8 @@ class Facts:
         # A stopped run has fewer rounds than planned. A summary that is older than the last row is of an earlier end.
         self.finished = bool(summary) and summary["round"] >= (self.rows[-1].round if self.rows else 0)
         newest = self.rows[-1] if self.rows else None
-        self.mishaps = mishaps(self.rows)
         self.last = Evaluation.read(summary) if self.finished else newest
+        self.mishaps = [*partial_means(self.last), *mishaps(self.rows)]
         self.data = str(summary.get("data") or run.config.data.name)
         auc = summary["metric"] == "auc" if "metric" in summary else holdings and run.federation.multilabel
         self.unit = "AUC" if auc else "accuracy"
@@ -118,6 +157,8 @@ class Facts:
         self.further = further_scores(run.path)
         environment = {f"{k} version": str(v) for k, v in summary.get("versions", {}).items()}
         environment |= {k: str(summary[k]) for k in ("device", "threads") if k in summary}
+        self.pretrain = pretraining_of(run, summary)
+        self.joined: dict[str, Any] = summary.get("joined", {})  # the scores of a client that joined a run
         self.environment: dict[str, str] = environment if self.finished else {}
 
     @property
@@ -131,16 +172,30 @@ class Facts:
         return None if sent is None or not full else 100 * sent / full
 
     @property
+    def planned(self) -> int:
+        """Returns how often a client was asked to take part: clients per round, over all rounds."""
+        return (self.last.round if self.last else 0) * (self.config.train.cohort or len(self.clients))
+
+    @property
+    def took_part(self) -> int:
+        """Returns how often a client took part; an older version did not count it."""
+        return (self.last.took_part if self.last else 0) or self.planned
+
+    @property
     def upload(self) -> float | None:
-        """Returns the measured bytes that a client sends per round."""
-        cohort = self.config.train.cohort or len(self.clients)
-        return self.last.bytes_up / self.last.round / cohort if self.last and self.last.round and cohort else None
+        """Returns the measured bytes that a client sends per round in which it takes part."""
+        return self.last.bytes_up / self.took_part if self.last and self.took_part else None
 
     def score(self, split: str) -> tuple[float | None, float | None]:
         if split == "global_model":
             return mean_and_std(self.last, split)
         scores = self._scores(split)
         return (scores.mean, scores.std) if scores else (None, None)
+
+    def over(self, split: str) -> str:
+        """Returns over how many clients the mean is; empty if it is over all."""
+        scores = self.last.scores.get(split) if self.last else None
+        return scores.over if scores else ""
 
     def per_client(self, split: str) -> dict[str, float | None]:
         scores = self._scores(split)

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
-from typing import Self
+from typing import Literal, Self
 
 from rich.cells import cell_len
 
@@ -12,6 +12,7 @@ from .facts import Holdings
 from .svg import WIDTH, Frame, colour, dash, element, human_bytes, line, number, picture, shorten, text, ticks
 
 Point = tuple[int, float | None, float | None]  # round, value, standard deviation
+Unit = Literal["percent", "bytes", "loss"]
 MOST_HOVERS = 3000  # with more bubbles than that, none shows a text on hover
 SIDE = 210.0  # width of the bars to the right of the bubbles
 
@@ -23,21 +24,36 @@ class Series:
     label: str
     index: int
     points: Sequence[Point]
+    partial: Mapping[int, str] = field(default_factory=dict)  # rounds whose mean is not over all clients: over whom
 
     @property
     def known(self) -> list[tuple[int, float, float | None]]:
         return [(r, v, s) for r, v, s in self.points if v is not None]
 
+    @property
+    def pieces(self) -> list[list[tuple[int, float, float | None]]]:
+        """Returns the points of each line: it breaks at a missing value, and where the mean is over other clients."""
+        pieces: list[list[tuple[int, float, float | None]]] = [[]]
+        before: int | None = None
+        for r, v, s in self.points:
+            if v is None or (before is not None and self.partial.get(r) != self.partial.get(before)):
+                pieces.append([])
+            if v is not None:
+                pieces[-1].append((r, v, s))
+            before = r
+        return [piece for piece in pieces if piece]
 
-def curves(label: str, series: Sequence[Series], in_bytes: bool = False) -> str:
-    """Draws lines over rounds, in percent or bytes; a single one in percent has its standard deviation as a band."""
+
+def curves(label: str, series: Sequence[Series], unit: Unit = "percent") -> str:
+    """Draws lines over rounds; a single one in percent has its standard deviation as a band."""
+    in_bytes = unit == "bytes"
     show: Callable[[float], str] = human_bytes if in_bytes else "{:.2f}".format
-    band = not in_bytes and len(series) == 1
-    frame = _frame(series, band, in_bytes, max([len(show(s.known[-1][1])) for s in series if s.known] or [0]))
+    band = unit == "percent" and len(series) == 1
+    frame = _frame(series, band, unit, max([len(show(s.known[-1][1])) for s in series if s.known] or [0]))
     if frame is None:
         nothing = text(WIDTH / 2, 60, "nothing measured", "faint", "middle")
         return picture(WIDTH, 120, f"{label}: nothing measured", nothing)
-    parts = _axes(frame, human_bytes if in_bytes else number)
+    parts = _axes(frame, human_bytes if in_bytes else number if unit == "percent" else "{:g}".format)
     for one in reversed(series):  # the first one on top
         parts += _curve(frame, one, show, band)
     parts += _ends(frame, [s for s in series if s.known], show) if len(series) < 4 else []
@@ -45,15 +61,15 @@ def curves(label: str, series: Sequence[Series], in_bytes: bool = False) -> str:
     return picture(WIDTH, 214, f"{label} over rounds, at the end: {ends}", *parts)
 
 
-def _frame(series: Sequence[Series], band: bool, in_bytes: bool, letters: int) -> Frame | None:
+def _frame(series: Sequence[Series], band: bool, unit: Unit, letters: int) -> Frame | None:
     """Returns the panel that holds all values, with space for the `letters` of the last ones; None without values."""
     known = [p for s in series for p in s.known]
     if not known:
         return None
     edges = [v + sign * ((s or 0.0) if band else 0.0) for _, v, s in known for sign in (-1, 1)]
     low, high = min(edges), max(edges)
-    if in_bytes:
-        low, high = 0.0, max(high * 1.08, 1.0)
+    if unit != "percent":
+        low, high = 0.0, max(high * 1.08, 1.0 if unit == "bytes" else 1e-3)
     else:
         margin = max(1.0, 0.08 * (high - low))
         low, high = max(0.0, low - margin), min(100.0, high + margin)
@@ -74,25 +90,24 @@ def _axes(f: Frame, tick: Callable[[float], str]) -> list[str]:
 
 
 def _curve(f: Frame, one: Series, show: Callable[[float], str], band: bool) -> list[str]:
-    """Draws a line that breaks at missing values, and a dot for each value."""
+    """Draws lines, and a dot for each value: hollow where the mean is not over all clients."""
     parts, kind = [], colour(one.index)
-    if band:
-        known = [(r, v, s) for r, v, s in one.known if s is not None]
-        edge = [(r, min(f.high, v + s)) for r, v, s in known] + [(r, max(f.low, v - s)) for r, v, s in known[::-1]]
-        corners = " ".join(f"{number(f.x(r))},{number(f.y(v))}" for r, v in edge)
-        parts.append(element("polygon", points=corners, class_=f"band {kind}"))
-    piece: list[str] = []
-    for r, v, _ in [*one.points, (0, None, None)]:
-        if v is not None:
-            piece.append(f"{number(f.x(r))},{number(f.y(v))}")
-        elif piece:
-            style = f"stroke-dasharray:{dash(one.index)}" if dash(one.index) else None
-            parts.append(element("polyline", points=" ".join(piece), class_=f"curve {kind}", style=style))
-            piece = []
-    crowded = len(one.known) > 60
-    for r, v, s in one.known[-1:] if crowded else one.known:
+    for piece in one.pieces:
+        if band:
+            known = [(r, v, s) for r, v, s in piece if s is not None]
+            edge = [(r, min(f.high, v + s)) for r, v, s in known] + [(r, max(f.low, v - s)) for r, v, s in known[::-1]]
+            corners = " ".join(f"{number(f.x(r))},{number(f.y(v))}" for r, v in edge)
+            parts.append(element("polygon", points=corners, class_=f"band {kind}"))
+        style = f"stroke-dasharray:{dash(one.index)}" if dash(one.index) else None
+        places = " ".join(f"{number(f.x(r))},{number(f.y(v))}" for r, v, _ in piece)
+        parts.append(element("polyline", points=places, class_=f"curve {kind}", style=style))
+    last, crowded = one.known[-1:], len(one.known) > 60
+    for r, v, s in [p for p in one.known if not crowded or p in last or p[0] in one.partial]:
         hover = f"{one.label}, round {r}: {show(v)}" + ("" if s is None else f" ± {s:.2f}")
-        parts.append(element("circle", element("title", escape(hover)), cx=f.x(r), cy=f.y(v), r=2.8, class_=kind))
+        over = one.partial.get(r, "")
+        hover += f", over {over}" if over else ""
+        look = f"hollow {kind}" if over else kind
+        parts.append(element("circle", element("title", escape(hover)), cx=f.x(r), cy=f.y(v), r=2.8, class_=look))
     return parts
 
 

@@ -1,5 +1,6 @@
 """The HTML page about runs: its pictures and numbers. page.html arranges them and escapes every text."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
@@ -12,7 +13,7 @@ from ..errors import InputError
 from ..predict.scores import EDGES
 from ..runs.files import write_output
 from ..runs.run import Run
-from .facts import PERSONAL, SERVER, Facts, Holdings, gather_facts, mean_and_std, unlikeness
+from .facts import JOINED, PERSONAL, SERVER, Facts, Holdings, gather_facts, mean_and_std, over_whom, unlikeness
 from .figures import Series, bars, bubbles, curves, dots, likenesses
 from .standings import places
 from .svg import colour, dash, human_bytes, millions
@@ -48,12 +49,13 @@ class Aware(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One number in large type: a score, or a share in percent."""
+    """One number in large type: a score, or another one with its unit."""
 
     title: str
     about: str
     score: tuple[float | None, float | None] = (None, None)
-    share: str = ""
+    number: str = ""
+    unit: str = ""
 
 
 def write_report(runs: Sequence[Run], out: Path) -> None:
@@ -63,7 +65,7 @@ def write_report(runs: Sequence[Run], out: Path) -> None:
     facts = gather_facts(runs)
     several, unit = len(facts) > 1, common(f.unit for f in facts)
     alike = several and len({(f.data, f.unit) for f in facts}) == 1
-    _write(
+    write_page(
         out,
         title=f"{f'{len(facts)} runs' if several else facts[0].label} on {common(f.data for f in facts)}",
         runs=facts,
@@ -88,17 +90,25 @@ def write_partition(federation: Federation, out: Path) -> None:
     holdings = Holdings.of(federation)
     apart = f"Mean total-variation distance between two clients' labels: {unlikeness(np.array(holdings.counts)):.2f}."
     figure = Figure("", f"{BUBBLES} {apart}", bubbles(holdings), "scroll tall")
-    _write(out, title=f"{federation.name}: who holds what", data=federation.name, runs=(), holdings=[figure])
+    write_page(out, title=f"{federation.name}: who holds what", data=federation.name, runs=(), holdings=[figure])
 
 
-def _write(out: Path, **values: Any) -> None:
-    from jinja2 import Environment, StrictUndefined  # only a report needs it
+def write_page(out: Path, template: str = "page.html", **values: Any) -> None:
+    """Writes one of the page templates, filled with these values, as one file."""
+    from jinja2 import DictLoader, Environment, StrictUndefined  # only a report needs it
 
-    files = {name: (resources.files(__package__) / name).read_text("utf8") for name in ("page.html", "style.css")}
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    names = ("macros.html", "page.html", "site.html", "style.css")
+    files = {name: (resources.files(__package__) / name).read_text("utf8") for name in names}
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=DictLoader(files),
+    )
     environment.filters["millions"] = millions
-    environment.globals |= {"colour": colour, "dash": dash, "costs": _costs, "machine": _machine}
-    text = environment.from_string(files["page.html"]).render(style=files["style.css"], **values)
+    environment.globals |= {"colour": colour, "dash": dash, "costs": _costs, "machine": _machine, "models": JOINED}
+    text = environment.get_template(template).render(style=files["style.css"], **values)
     write_output(out, text.encode("utf-8", "replace"))  # a file name may have bytes that are not text
 
 
@@ -144,7 +154,28 @@ def _tiles(runs: Sequence[Facts]) -> Iterator[Tile]:
     if len(runs) == 1 and shares:
         sizes = runs[0].sizes
         about = f"of the full model, per client and round: {sizes['communicated']:,} of {sizes['full']:,} parameters"
-    yield Tile("Uploaded", about, share="–".join(ends))
+    pretrained = any(r.pretrain for r in runs)
+    if pretrained:
+        about += "; without pretraining"
+    yield Tile("Uploaded", about, number="–".join(ends) or "n/a", unit="%" if ends else "")
+    if pretrained and len(runs) == 1:
+        yield Tile("Sent by clients", _apart(runs[0]), number=human_bytes(sent(runs[0], "up") or 0))
+
+
+def sent(run: Facts, direction: str) -> int | None:
+    """Returns the bytes `up` or `down`, those of pretraining included."""
+    if run.last is None:
+        return None
+    before = getattr(run.pretrain, direction) if run.pretrain else 0
+    return int(getattr(run.last, f"bytes_{direction}") + before)
+
+
+def _apart(run: Facts) -> str:
+    """Returns what pretraining has of the bytes that the clients sent."""
+    assert run.pretrain is not None
+    share = 100 * run.pretrain.up / (sent(run, "up") or 1)
+    size = human_bytes(run.pretrain.up)
+    return f"in all; {size} of it ({share:.0f} %) in {run.pretrain.rounds} rounds of pretraining, with whole models"
 
 
 def _places(runs: Sequence[Facts], split: str) -> Sequence[str]:
@@ -156,13 +187,36 @@ def _over_rounds(runs: Sequence[Facts]) -> list[Figure]:
     panels = []
     for index, split in enumerate(("local_test", "global_test", "global_model")):
         lines = [
-            Series(r.label, i if len(runs) > 1 else index, [(row.round, *mean_and_std(row, split)) for row in r.rows])
+            Series(
+                r.label,
+                i if len(runs) > 1 else index,
+                [(row.round, *mean_and_std(row, split)) for row in r.rows],
+                {row.round: over for row in r.rows if (over := over_whom(row.scores.get(split)))},
+            )
             for i, r in enumerate(runs)
         ]
         if any(s.known for s in lines):
             title, about = SPLITS[split]
-            panels.append(Figure(title, about, curves(title, lines)))
+            panels.append(Figure(title, f"{about}{_hollow(lines)}", curves(title, lines)))
     return panels
+
+
+def _hollow(lines: Sequence[Series]) -> str:
+    """Returns what the hollow dots of a figure mean: over whom those means are, and in which rounds."""
+    spans: list[str] = []
+    for one in lines:
+        name = f"{one.label}, " if len(lines) > 1 else ""
+        groups = itertools.groupby((r for r, _, _ in one.known), key=lambda r: one.partial.get(r, ""))
+        for over, of in groups:
+            if not over:
+                continue
+            first, *rest = of
+            rounds = f"rounds {first} to {rest[-1]}" if rest else f"round {first}"
+            spans.append(f"{name}{rounds}: {over}")
+    if not spans:
+        return ""
+    more = f"; and {len(spans) - 3} more spans" if len(spans) > 3 else ""
+    return f". Hollow dots are means over fewer clients ({'; '.join(spans[:3])}{more})"
 
 
 def _by_client(runs: Sequence[Facts]) -> list[Figure]:
@@ -218,22 +272,37 @@ def _holdings(runs: Sequence[Facts]) -> list[Figure]:
 
 def _communication(runs: Sequence[Facts]) -> Figure:
     def line(label: str, index: int, run: Facts, *directions: str) -> Series:
-        points = [(row.round, float(sum(getattr(row, name) for name in directions)), None) for row in run.rows]
-        return Series(label, index, [(0, 0.0, None), *points])
+        before = float(sum(getattr(run.pretrain, name) for name in directions)) if run.pretrain else 0.0
+        points = [
+            (row.round, before + sum(getattr(row, f"bytes_{name}") for name in directions), None) for row in run.rows
+        ]
+        return Series(label, index, [(0, before, None), *points])
 
     if len(runs) == 1:
         about = "All clients together, since the start."
-        lines = [line("from clients", 4, runs[0], "bytes_up"), line("to clients", 5, runs[0], "bytes_down")]
+        lines = [line("from clients", 4, runs[0], "up"), line("to clients", 5, runs[0], "down")]
     else:
         about = "To and from all clients together, since the start."
-        lines = [line(r.label, i, r, "bytes_up", "bytes_down") for i, r in enumerate(runs)]
-    return Figure("Communicated bytes", about, curves("Communicated", lines, in_bytes=True))
+        lines = [line(r.label, i, r, "up", "down") for i, r in enumerate(runs)]
+    if any(r.pretrain for r in runs):
+        about += " Round 0 has what pretraining sent."
+    return Figure("Communicated bytes", about, curves("Communicated", lines, unit="bytes"))
 
 
 def _costs(run: Facts) -> list[str]:
     """Returns bytes from clients, to clients, per client and round, and what the distillation did."""
-    sizes = (run.last.bytes_up, run.last.bytes_down, run.upload) if run.last else (None,) * 3
-    return [*("n/a" if size is None else human_bytes(size) for size in sizes), run.guard]
+    up, down = (_total(run, direction) for direction in ("up", "down"))
+    each = "n/a" if run.upload is None else human_bytes(run.upload)
+    if run.took_part < run.planned:
+        each += f" (over {run.took_part:,} uploads of {run.planned:,} planned)"
+    return [up, down, each, run.guard]
+
+
+def _total(run: Facts, direction: str) -> str:
+    """Returns the bytes in a direction, and how many of them are pretraining's."""
+    size = sent(run, direction)
+    apart = f" (pretraining {human_bytes(getattr(run.pretrain, direction))} of it)" if run.pretrain and size else ""
+    return "n/a" if size is None else human_bytes(size) + apart
 
 
 def _machine(run: Facts) -> list[tuple[str, str]]:

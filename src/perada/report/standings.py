@@ -38,14 +38,16 @@ class Standings:
     data: str
     unit: str  # accuracy or AUC
     rows: tuple[Row, ...]
+    over: str = ""  # over how many clients the means are, where it is not all
 
     @property
     def seeds(self) -> int:
         return max((r.seeds for r in self.rows), default=0)
 
     def about(self) -> str:
-        over = f", mean of {self.seeds} seeds" if self.seeds > 1 else ""
-        return f"{self.data}: {self.unit} in %, mean ± std over the clients' personal models{over}"
+        seeds = f", mean of {self.seeds} seeds" if self.seeds > 1 else ""
+        over = f" (over {self.over} clients)" if self.over else ""
+        return f"{self.data}: {self.unit} in %, mean ± std over the clients' personal models{over}{seeds}"
 
 
 def standings(summaries: Sequence[Mapping[str, Any]]) -> Standings:
@@ -58,7 +60,14 @@ def standings(summaries: Sequence[Mapping[str, Any]]) -> Standings:
         data=summaries[0]["data"],
         unit="AUC" if summaries[0]["metric"] == "auc" else "accuracy",
         rows=tuple(_row(name, groups[name]) for name in order),
+        over=" or ".join(_over(summaries)),
     )
+
+
+def _over(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the numbers of clients that the means are over, where they are not over all."""
+    scores = [s for row in map(Evaluation.read, summaries) for name, s in row.scores.items() if name in PERSONAL]
+    return list(dict.fromkeys(s.over for s in scores if s.over))
 
 
 def _row(method: str, seeds: Sequence[Mapping[str, Any]]) -> Row:

@@ -63,6 +63,8 @@ def scalars(row: Mapping[str, Any], under: str = "") -> dict[str, float]:
     for key, value in row.items():
         if isinstance(value, Mapping):
             numbers |= scalars(value, f"clients/{under}" if key == "per_client" else f"{under}{key}/")
+            if key == "per_client":  # over how many the mean is
+                numbers[f"{under}clients"] = float(sum(v is not None for v in value.values()))
         elif isinstance(value, int | float) and (under or key != "round"):
             numbers[f"{under}{key}"] = float(value)
     return numbers

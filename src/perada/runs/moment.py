@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from ..client.cohort import TOOK_PART
 from ..client.scores import Scores
 from ..errors import Damaged
 from ..lanes import State, on_cpu, stack
@@ -27,6 +28,7 @@ class Evaluation:
     bytes_down: int = 0
     distilled: int = 0  # rounds that distilled
     accepted: int = 0  # rounds whose guard kept a distilled candidate
+    took_part: int = 0  # clients that took part, summed over the rounds; 0 where an older version did not count them
     seconds: float = 0.0
     train_loss: float | None = None  # the mean over the round's clients
     distill: Mapping[str, Any] | None = None  # what the round's distillation did
@@ -43,6 +45,7 @@ class Evaluation:
             row["global_model"] |= {"shifted": self.global_shifted}
         row |= {"bytes_up": self.bytes_up, "bytes_down": self.bytes_down}
         row |= {"distilled": self.distilled, "accepted": self.accepted, "seconds": self.seconds}
+        row |= {TOOK_PART: self.took_part} if self.took_part else {}
         row |= {"train_loss": self.train_loss, "distill": None if self.distill is None else dict(self.distill)}
         row |= {"failed": list(self.failed)} if self.failed else {}
         row |= {"absent": list(self.absent)} if self.absent else {}
@@ -57,7 +60,7 @@ class Evaluation:
         Raises ValueError, KeyError, TypeError or AttributeError for what `as_dict` does not write.
         """
         _check_kinds(row)
-        known = {*COUNTERS, "seconds", "train_loss", "distill", "refused"}
+        known = {*COUNTERS, TOOK_PART, "seconds", "train_loss", "distill", "refused"}
         splits = {name: row[name] for name in row if name in SPLITS}
         server = row.get("global_model") or {}
         return cls(
@@ -75,13 +78,15 @@ class Evaluation:
         """Returns the mean scores in a few words, for progress bars: `local 91.8 global 40.1`."""
         personal = {"local": "local_test", "global": "global_test"}
         shown = personal if "local_test" in self.scores else {"val": "local_val"}
-        means = {name: self.scores[split].mean for name, split in shown.items() if split in self.scores}
-        return " ".join(f"{name} {'n/a' if mean is None else f'{mean:.1f}'}" for name, mean in means.items())
+        found = {name: self.scores[split] for name, split in shown.items() if split in self.scores}
+        told = {name: "n/a" if s.mean is None else f"{s.mean:.1f}" for name, s in found.items()}
+        over = {name: f" ({s.over})" for name, s in found.items() if s.over}
+        return " ".join(f"{name} {value}{over.get(name, '')}" for name, value in told.items())
 
 
 def _check_kinds(row: Mapping[str, Any]) -> None:
     """Raises ValueError or AttributeError for a value in a row that is not of the kind that is written."""
-    whole = [row["round"], *(row[name] for name in COUNTERS if name in row)]
+    whole = [row["round"], *(row[name] for name in (*COUNTERS, TOOK_PART) if name in row)]
     scores = [row.get("seconds"), row.get("train_loss"), *(row.get("global_model") or {}).values()]
     for split in (row[name] for name in SPLITS if name in row):
         for part in ("per_client", "per_label"):
@@ -121,7 +126,8 @@ class Checkpoint:
 def check_note(note: Mapping[str, Any], round: int) -> None:
     """Raises ValueError, KeyError, TypeError or AttributeError for a note that is not that of a `Moment`."""
     last = note["last"]
-    Evaluation.read({"round": round, **{n: note["counters"][n] for n in COUNTERS}, "seconds": note["seconds"], **last})
+    counters = {n: note["counters"][n] for n in COUNTERS} | {TOOK_PART: note["counters"].get(TOOK_PART, 0)}
+    Evaluation.read({"round": round, **counters, "seconds": note["seconds"], **last})
     if not isinstance(note["finished"], bool) or not last.keys() <= {f.name for f in fields(Evaluation)}:
         raise ValueError("a value of another kind than was written")
 
@@ -134,7 +140,7 @@ class Moment:
     server: State
     broadcast: State
     kept: State = field(default_factory=State)  # one lane per client, or empty
-    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
+    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*COUNTERS, TOOK_PART), 0))
     last: dict[str, Any] = field(default_factory=dict)  # the last round's loss, distillation, failures
     memory: dict[str, Any] = field(default_factory=dict)  # what the server remembers of the rounds before
     changed: frozenset[int] = frozenset()  # clients changed since the last checkpoint

@@ -15,6 +15,7 @@ from ..config import Config, build, federation_of, resolve
 from ..config.objects import public_of
 from ..config.settings import Settings, given
 from ..data import GIVEN, SEVERITIES, Federation, blank, data_home, named_sets, place_of
+from ..data.one_site import one_site
 from ..data.source import Pixels
 from ..errors import InputError, unknown
 from ..experiment import DTYPES, Experiment, Say
@@ -105,7 +106,10 @@ class Run:
             raise InputError(
                 f"{self.path} was made with data from Python: perada.load({str(self.path)!r}, federation=...)"
             )
-        federation = federation_of(self.config)
+        about, device = self.folder.about(), device_of(self.config.run.device)
+        joined = blank(about, device) if "joined" in about else None  # one client's data, with the old run's classes
+        name = next(iter(about.get("clients", ())), "")
+        federation = one_site(self.config.data, name, joined, device) if joined else federation_of(self.config)
         self.folder.check_data(federation.facts())
         return federation
 
@@ -132,7 +136,7 @@ class Run:
             {
                 "client": name,
                 **dict(zip(("train", "val", "test"), sizes[name], strict=True)),
-                **{s: last[s]["per_client"][name] for s in ("local_test", "local_val", "global_test")},
+                **{s: last[s]["per_client"][name] for s in ("local_test", "local_val", "global_test") if s in last},
             }
             for name in self.clients
         ]

@@ -34,6 +34,7 @@ from .calibration import calibrated, scorer
 from .calibration import save as save_calibrations
 from .files import locked, read_file, write_atomic
 from .folder import RunFolder
+from .manifest import METRICS
 from .moment import Evaluation
 from .names import (
     NewFolder,
@@ -131,6 +132,9 @@ def train(
 
             experiment = build(config, backbone, say, federation, pretrain)
             run, about = Run(new.made, config), {"source": made_from(source, config)}
+            if backbone is not None and (rows := rows_beside(backbone)).is_file():
+                pretraining_rows(run.folder).parent.mkdir(exist_ok=True)
+                write_atomic(pretraining_rows(run.folder), read_file(rows))
         experiment.model.pool = pool
         _train(run, experiment, callbacks, about)
     busy, idle = experiment.model.lane_steps
@@ -171,6 +175,8 @@ def _resume(
     """Returns the run that its folder describes, ready to go on."""
     stack.enter_context(resumable(path))
     folder = _locked(path, stack)
+    if "joined" in folder.about():
+        raise InputError(f"{path} is of a client that joined a run: join again with more rounds, into another folder")
     stored = str(path / "config.toml")
     config = resolve(stored, overrides)
     refuse_other_settings(path, resolve(stored), config)
@@ -219,6 +225,16 @@ def _train(run: Run, experiment: Experiment, callbacks: Sequence[Callback], abou
             experiment.save(run.folder)
         row = train_in(experiment, run.folder, callbacks)
         conclude(run, experiment, row)
+
+
+def pretraining_rows(folder: RunFolder) -> Path:
+    """Returns the file that says what a run's pretraining sent."""
+    return folder.path / "pretrain" / METRICS
+
+
+def rows_beside(backbone: Path) -> Path:
+    """Returns where runs that share a pretrained backbone find what its pretraining sent."""
+    return backbone.with_suffix(".jsonl")
 
 
 def _pretrain(inner: Experiment, folder: RunFolder, callbacks: Sequence[Callback], say: Say) -> None:

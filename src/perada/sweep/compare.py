@@ -177,6 +177,6 @@ def _trainer(comparison: Comparison, here: Settings, federation: Federation | No
             except Diverged as error:  # the other runs are compared without it
                 say(f"warning: {name}: {error}")
             else:
-                keep_backbone(run.folder.backbone, shared)
+                keep_backbone(run.folder, shared)
 
     return one

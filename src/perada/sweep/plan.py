@@ -19,11 +19,11 @@ from ..errors import InputError, Interrupted, RunError
 from ..experiment import Say
 from ..lanes import Pool
 from ..methods import REGISTRY, check_name
-from ..runs.files import locked, write_atomic
+from ..runs.files import locked, read_file, write_atomic
 from ..runs.folder import RunFolder
 from ..runs.moment import Evaluation
 from ..runs.names import chosen_source, free_path, newest_path, resumable, source_name, whole_name
-from ..runs.train import train_in
+from ..runs.train import pretraining_rows, rows_beside, train_in
 
 
 def choose_methods(methods: str | Sequence[str] | None) -> list[str]:
@@ -197,10 +197,13 @@ def shared_backbone(path: Path, config: Config) -> Path | None:
     return path / "pretrain" / f"{digest}.safetensors"
 
 
-def keep_backbone(backbone: Path | None, shared: Path | None) -> None:
-    """Copies a run's pretrained backbone for the next training."""
+def keep_backbone(folder: RunFolder, shared: Path | None) -> None:
+    """Copies a run's pretrained backbone for the next training, and what the pretraining sent."""
+    backbone = folder.backbone
     if shared is not None and backbone is not None and not shared.is_file():
         shared.parent.mkdir(exist_ok=True)
+        if (rows := pretraining_rows(folder)).is_file():
+            write_atomic(rows_beside(shared), read_file(rows))
         write_atomic(shared, backbone.read_bytes())
 
 
@@ -232,7 +235,7 @@ def validated(
     experiment = build(config, folder.backbone or ready, say, federation)
     if shared is not None and ready is None and (tensors := experiment.frozen_to_save()):
         folder.save_backbone(tensors)
-        keep_backbone(folder.backbone, shared)
+        keep_backbone(folder, shared)
     saved, _ = folder.load()
     if saved is not None:
         experiment.restore(saved)
