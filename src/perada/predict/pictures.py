@@ -47,7 +47,7 @@ def batches(images: Images, federation: Federation, fit: Fit, say: Say = silent)
 
     images: files and folders of them, or such a tensor.
     """
-    shape = federation.images.shape[1:]
+    channels, height, width = shape = federation.images.shape[1:]
     if isinstance(images, Tensor):
         if images.dtype != torch.uint8 or images.shape[1:] != shape:
             raise InputError(f"images must be uint8 [n, {', '.join(map(str, shape))}]")
@@ -56,12 +56,12 @@ def batches(images: Images, federation: Federation, fit: Fit, say: Say = silent)
     files, lost = files_in(images, say), list[float]()
     if not files:
         raise InputError("no images: give at least one")
-    together = max(1, TOGETHER // (shape[1] * shape[2]))
+    together = max(1, TOGETHER // (height * width))
     for start in range(0, len(files), together):
-        read = [read_and_measure(path, tuple(shape[1:]), fit) for path in files[start : start + together]]
+        read = [read_and_measure(path, (height, width), fit) for path in files[start : start + together]]
         pixels = np.stack([pixels for pixels, _ in read])
         lost += [share for _, share in read]
-        if shape[0] == 1:
+        if channels == 1:
             pixels = np.rint(pixels.mean(1, keepdims=True)).astype(np.uint8)
         yield torch.from_numpy(pixels)
     if remark := about_lost(lost, fit):
