@@ -30,7 +30,8 @@ from ..runs.run import load
 from ..runs.train import train
 from ..sweep.compare import compare
 from ..sweep.tune import tune
-from . import tables
+from ..theory import DELTA, IMAGES, bounds
+from . import tables, theory
 from .console import INTERRUPTED, SAID, AsJson, say, show, tell
 from .data import app as data_app
 from .watch import watched
@@ -208,6 +209,20 @@ def evaluate(
     with watched() as watch:
         scores = opened.evaluate(names, watch.copies)
     show(as_json, {"run": str(run), **{k: v.as_dict() for k, v in scores.items()}}, tables.scores(scores))
+
+
+@app.command("bounds")
+def bounds_command(
+    run: RunPath,
+    images: Annotated[int, typer.Option(min=0, help="most images of 32×32 pixels per measurement; 0: all")] = IMAGES,
+    delta: Annotated[float, typer.Option(help="probability that a confidence statement fails")] = DELTA,
+    data: DataPath = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure the terms of the paper's theorems on a finished run, and say what to do about them."""
+    measured = bounds(load(run, data=data, device=device, say=say), images, delta)
+    show(as_json, measured.as_dict(), *theory.pages(measured))
 
 
 @app.command()

@@ -53,7 +53,7 @@ def build(
     for line in (*about_data(federation), *about_settings(config)) if local else ():
         say(line)
     distils = to_train and method.parts.distils and config.distill.steps > 0
-    images = _public(config, federation) if distils else None
+    images = public_of(config, federation) if distils else None
     if isinstance(net, nn.Module):
         net = Backbone(net, config.model.head)
     made = net or _network(config, federation, backbone, say, pretrain)
@@ -102,7 +102,8 @@ def check(config: Config, federation: Federation, local: bool = True) -> None:
         raise InputError(f"Distill.data={config.distill.data} holds the clients' own images: choose other public data")
 
 
-def _public(config: Config, federation: Federation) -> Tensor | None:
+def public_of(config: Config, federation: Federation) -> Tensor | None:
+    """Returns the server's public images of a configuration; None if it has none."""
     if config.distill.data == VALIDATION:
         return federation.take(federation.val)
     return public_images(config.distill.data, federation.images.shape[-1], config.data.root)
