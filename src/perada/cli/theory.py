@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from ..config import in_keys
 from ..theory import Bound, Bounds, Convergence
 from .tables import house_table
 
@@ -22,7 +23,7 @@ def pages(measured: Bounds) -> Iterator[Table | str]:
     if measured.distillation is not None:
         yield _distances(measured.distillation)
     yield from _convergence(measured.convergence)
-    yield "\n".join(f"{'!' if s.warns else '·'} {s.text}" for s in measured.sentences)
+    yield "\n".join(f"{'!' if s.warns else '·'} {in_keys(s.text)}" for s in measured.sentences)
 
 
 def _terms(bound: Bound) -> Table:

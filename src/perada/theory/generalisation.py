@@ -66,7 +66,8 @@ class Generalisation:
     @cached_property
     def personal(self) -> Tensor:
         """p_m on the target sample, `[M, n, k]`."""
-        return self._probabilities(self.probe.personal, self.probe.target)
+        lanes = self.probe.experiment.personal()  # one where all clients predict with the same model
+        return self._probabilities(lanes, self.probe.target).expand(self.probe.clients, -1, -1)
 
     def local_risks(self, split: str) -> list[Tensor | None]:
         """Returns `1 − h_m(x)_y` of each client's own images; None for a client that has none."""
