@@ -13,6 +13,7 @@ from ..runs.files import write_output
 from ..runs.run import Run
 from .facts import PERSONAL, SERVER, Facts, Holdings, gather_facts, mean_and_std, unlikeness
 from .figures import Series, bars, bubbles, curves, dots
+from .measured import panels_of, sites_of
 from .standings import places
 from .svg import colour, dash, human_bytes, millions
 
@@ -38,8 +39,12 @@ class Tile(NamedTuple):
     share: str = ""
 
 
-def write_report(runs: Sequence[Run], out: Path) -> None:
-    """Writes a page about these runs to `out`; the same runs give the same bytes."""
+def write_report(runs: Sequence[Run], out: Path, theory: bool = False, sites: bool = False) -> None:
+    """Writes a page about these runs to `out`; the same runs give the same bytes.
+
+    theory: measures the bounds of the runs that have a global model. sites: compares each site's models. Both need the
+    data, and take a while.
+    """
     if not runs:
         raise InputError("nothing to report on: name at least one run folder")
     facts = gather_facts(runs)
@@ -61,6 +66,8 @@ def write_report(runs: Sequence[Run], out: Path) -> None:
         numbers=[("local_val", "Local-validation"), *((n, title) for n, (title, _) in PERSONAL.items())],
         holdings=_holdings(facts),
         communication=_communication(facts),
+        theory=panels_of(runs, [f.label for f in facts]) if theory else [],
+        sites=sites_of(runs, [f.label for f in facts]) if sites else [],
     )
 
 
