@@ -6,6 +6,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,8 @@ from ..data import build_federation
 from ..errors import InputError, RunError
 from ..inputs import printable
 from ..lanes.machine import device_of, keep_memory
-from ..methods import REGISTRY, method_sizes
+from ..methods import REGISTRY, make_method, method_sizes
+from ..methods.cost import round_cost
 from ..models import BACKBONES, count_groups, network_of
 from ..report import standings, write_partition, write_report
 from ..report.tensorboard import write_events
@@ -32,7 +34,9 @@ from ..runs.run import load
 from ..runs.train import train
 from ..sweep.compare import compare
 from ..sweep.tune import tune
+from ..theory import DELTA, IMAGES, bounds
 from . import tables
+from . import theory as bounds_tables
 from .console import INTERRUPTED, SAID, AsJson, say, show, tell
 from .data import app as data_app
 from .drift import Aware, DriftSets, predicting, report_drift
@@ -226,6 +230,20 @@ def evaluate(
     show(as_json, {"run": str(run), **{k: v.as_dict() for k, v in scores.items()}}, tables.scores(scores))
 
 
+@app.command("bounds")
+def bounds_command(
+    run: RunPath,
+    images: Annotated[int, typer.Option(min=0, help="most images of 32×32 pixels per measurement; 0: all")] = IMAGES,
+    delta: Annotated[float, typer.Option(help="probability that a confidence statement fails")] = DELTA,
+    data: DataPath = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure the terms of the paper's theorems on a finished run, and say what to do about them."""
+    measured = bounds(load(run, data=data, device=device, say=say), images, delta)
+    show(as_json, measured.as_dict(), *bounds_tables.pages(measured))
+
+
 @app.command()
 def predict(
     run: RunPath,
@@ -298,6 +316,8 @@ def report(
     tensorboard: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="also files there for tensorboard --logdir FOLDER")
     ] = None,
+    theory: Annotated[bool, typer.Option("--theory", help="measure what `perada bounds` does, too")] = False,
+    sites: Annotated[bool, typer.Option("--sites", help="say per site whether joining is worth it")] = False,
 ) -> None:
     """Write one self-contained HTML page about one or several runs."""
     opened = [load(r, say=say) for r in runs]
@@ -305,7 +325,7 @@ def report(
         write_events([(r.path.resolve().name, r.folder.evaluations()) for r in opened], tensorboard)
         tell(f"wrote {tensorboard}")
     path = out_file or opened[0].path / "report.html"
-    write_report(opened, path)
+    write_report(opened, path, theory, sites)
     tell(f"wrote {path}")
 
 
@@ -346,17 +366,22 @@ def params(
 def methods(
     backbone: Annotated[str, typer.Option(metavar="BACKBONE", help=BACKBONE_HELP)] = "resnet18",
     classes: Classes = 10,
+    cost: Annotated[bool, typer.Option("--cost", help="measure what a round costs a client on this machine")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the methods, with the parameters that a client trains and sends per round."""
-    network_of(backbone, classes)  # refuses an unknown backbone; a method that does not fit is only left out
-    sizes = {}
+    made = network_of(backbone, classes)  # refuses an unknown backbone; a method that does not fit is only left out
+    sizes, costs = {}, {}
     for name in REGISTRY:
         try:
             sizes[name] = method_sizes(name, backbone, classes)
         except InputError as error:
             say(f"{name} cannot train {backbone}: {error}")
-    show(as_json, [{"name": name, **size} for name, size in sizes.items()], tables.methods(sizes, backbone, classes))
+            continue
+        if cost:
+            costs[name] = round_cost(make_method(name, {}), made, classes)
+    rows = [{"name": n, **size, **({"cost": asdict(costs[n])} if cost else {})} for n, size in sizes.items()]
+    show(as_json, rows, tables.methods(sizes, backbone, classes, costs))
 
 
 @app.command("presets")

@@ -12,6 +12,7 @@ from rich.text import Text
 from ..client.scores import Scores
 from ..data import Federation
 from ..data.download import Entry
+from ..methods.cost import RoundCost
 from ..predict.predictor import Check
 from ..predict.scores import DriftScores
 from ..report.facts import JOINED, distillations, drift_of, mishaps, partial_means, unlikeness
@@ -21,6 +22,7 @@ from ..runs.moment import Evaluation
 from ..runs.run import Run
 
 SHADES = "·░▒▓█"
+COSTS = ("kB up", "kB down", "GFLOP", "MiB", "s")
 
 
 def spread(scores: Scores | None) -> str:
@@ -227,13 +229,27 @@ def groups(backbone: str, classes: int, sizes: Mapping[str, Mapping[str, int]]) 
     return table
 
 
-def methods(sizes: Mapping[str, Mapping[str, int]], backbone: str, classes: int) -> Table:
-    """Returns the number of parameters that a client trains and sends, per method."""
+def methods(
+    sizes: Mapping[str, Mapping[str, int]], backbone: str, classes: int, costs: Mapping[str, RoundCost]
+) -> Table:
+    """Returns the number of parameters that a client trains and sends per method, and what a round costs it."""
     title = f"parameters per client and round ({backbone}, {classes} classes)"
-    table = house_table(title, "method", "trained", "sent")
+    table = house_table(title, "method", "trained", "sent", *(COSTS if costs else ()))
     for name, size in sizes.items():
-        table.add_row(name, f"{size['trained']:,}", f"{size['communicated']:,}")
+        table.add_row(name, f"{size['trained']:,}", f"{size['communicated']:,}", *_cost(costs.get(name)))
+    for one in list(costs.values())[:1]:
+        table.caption = (
+            f"a round of a client with {one.images} images, one epoch of mini-batches of {one.batch}: kB up and down, "
+            "operations, tensors alive at once without the frozen network, seconds on this machine"
+        )
     return table
+
+
+def _cost(cost: RoundCost | None) -> list[str]:
+    if cost is None:
+        return []
+    traffic = [f"{size / 1e3:,.0f}" for size in (cost.bytes_up, cost.bytes_down)]
+    return [*traffic, f"{cost.gflop:,.2f}", f"{cost.peak_bytes / 2**20:,.0f}", f"{cost.seconds:.2f}"]
 
 
 def presets(descriptions: Mapping[str, str]) -> Table:

@@ -15,6 +15,7 @@ from ..runs.files import write_output
 from ..runs.run import Run
 from .facts import JOINED, PERSONAL, SERVER, Facts, Holdings, gather_facts, mean_and_std, over_whom, unlikeness
 from .figures import Series, bars, bubbles, curves, dots, likenesses
+from .measured import panels_of, sites_of
 from .standings import places
 from .svg import colour, dash, human_bytes, millions
 
@@ -58,8 +59,12 @@ class Tile(NamedTuple):
     unit: str = ""
 
 
-def write_report(runs: Sequence[Run], out: Path) -> None:
-    """Writes a page about these runs to `out`; the same runs give the same bytes."""
+def write_report(runs: Sequence[Run], out: Path, theory: bool = False, sites: bool = False) -> None:
+    """Writes a page about these runs to `out`; the same runs give the same bytes.
+
+    theory: measures the bounds of the runs that have a global model. sites: compares each site's models. Both need the
+    data, and take a while.
+    """
     if not runs:
         raise InputError("nothing to report on: name at least one run folder")
     facts = gather_facts(runs)
@@ -82,6 +87,8 @@ def write_report(runs: Sequence[Run], out: Path) -> None:
         numbers=[("local_val", "Local-validation"), *((n, title) for n, (title, _) in PERSONAL.items())],
         holdings=_holdings(facts),
         communication=_communication(facts),
+        theory=panels_of(runs, [f.label for f in facts]) if theory else [],
+        sites=sites_of(runs, [f.label for f in facts]) if sites else [],
     )
 
 

@@ -295,6 +295,10 @@ class RunFolder:
             return ""
         return hashlib.sha256(json.dumps(note.content["sha256"], sort_keys=True).encode()).hexdigest()
 
+    def kept_rounds(self) -> list[int]:
+        """Returns the rounds of the checkpoints that the folder has, by their names alone."""
+        return [round_of(p) for p in self._checkpoints.listed()]
+
     def load(self, round: int | None = None) -> tuple[Checkpoint | None, list[str]]:
         """Returns the newest whole checkpoint, and a line about each damaged one that was skipped.
 
