@@ -5,13 +5,15 @@
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..lanes import LaneBatchNorm, Stem, key_of, ops_for
+
+Net = TypeVar("Net", bound=nn.Module)
 
 
 def normed(norm: nn.Module, x: Tensor, add: Tensor | None = None) -> Tensor:
@@ -133,16 +135,18 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool, type[BasicBlock]
 }
 
 
-def resnet(name: str, classes: int, seed: int = 0) -> ResNet:
-    """Returns a randomly initialised network, with He's normal draw for convolutions, as torchvision has it."""
-    blocks, widths, small_stem, block = SHAPES[name]
-    with torch.device("meta"):
-        net = ResNet(blocks, widths, classes, small_stem, block)
+def drawn(net: Net, seed: int) -> Net:
+    """Returns a network of the device "meta" on the CPU, with first weights that depend on the seed alone.
+
+    Convolutions have He's normal draw, as in torchvision.
+    """
     net.to_empty(device="cpu")
     draw = torch.Generator().manual_seed(key_of(seed, "backbone") & (2**63 - 1))
     for layer in net.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu", generator=draw)
+            if layer.groups > 1:  # torch counts the outputs of all groups
+                layer.weight.data.mul_(layer.groups**0.5)
         elif isinstance(layer, nn.BatchNorm2d):
             layer.reset_parameters()
         elif isinstance(layer, nn.Linear):
@@ -150,3 +154,11 @@ def resnet(name: str, classes: int, seed: int = 0) -> ResNet:
             nn.init.uniform_(layer.weight, -bound, bound, generator=draw)
             nn.init.uniform_(layer.bias, -bound, bound, generator=draw)
     return net
+
+
+def resnet(name: str, classes: int, seed: int = 0) -> ResNet:
+    """Returns a randomly initialised network."""
+    blocks, widths, small_stem, block = SHAPES[name]
+    with torch.device("meta"):
+        net = ResNet(blocks, widths, classes, small_stem, block)
+    return drawn(net, seed)
