@@ -128,6 +128,7 @@ class EfficientNetLite(nn.Module):
     """A stem, seven stages, a last convolution, and the head."""
 
     adapters_at = r"\.depthwise_conv$"  # see adapters.Residual
+    inputs_at = r"^stem\.|\.(expand_conv|bn0)\.\w+$|^stage1\.0\.(depthwise_conv|bn1)\.\w+$"  # see lanes.default_groups
     stages = ("stem", *(f"stage{i + 1}" for i in range(len(STAGES))), "top")  # in the order of computing
 
     def __init__(self, scale: Scale, classes: int) -> None:

@@ -87,7 +87,7 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """Stages of blocks; every stage but the first halves the resolution."""
 
-    stem = "conv1", "maxpool"  # may be applied beforehand: see LaneModel.stem
+    stem = "conv1", "maxpool"  # may be applied beforehand: see LaneModel.front
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class ResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.relu = nn.ReLU()
         self.maxpool = nn.Identity() if small_stem else nn.MaxPool2d(3, 2, 1)
-        self.stages = len(blocks)
+        self.layers = [f"layer{i + 1}" for i in range(len(blocks))]
         inputs = widths[0]
         for i, (count, width) in enumerate(zip(blocks, widths, strict=True)):
             stage = nn.Sequential()
@@ -114,14 +114,19 @@ class ResNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(inputs, classes)
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The names of its parts in the order of computing. ReLU may follow a ReLU where the first are cut off."""
+        return ("conv1", "bn1", "relu", "maxpool", *self.layers)
+
     def forward(self, images: Tensor | Stem) -> Tensor:
         x: Any = images if isinstance(images, Stem) else self.conv1(images)
         if isinstance(self.bn1, LaneBatchNorm):
             x = self.bn1.and_pool(x, self.maxpool)
         else:
             x = self.maxpool(normed(self.bn1, x))
-        for i in range(self.stages):
-            x = self.get_submodule(f"layer{i + 1}")(x)
+        for name in self.layers:
+            x = self.get_submodule(name)(x)
         if x.shape[2:] != (1, 1):
             x = self.avgpool(x)
         return self.fc(x.flatten(1))  # type: ignore[no-any-return]
