@@ -98,13 +98,13 @@ class Experiment:
         if to_train:
             Backbone(net, head or "").check((3, *federation.images.shape[-2:]), len(federation.classes))
         self.model = lanes_of(net, method, self.adapter, head, self.options, adapt_from)
-        self.federation = self.federation.keeping(self.model) if to_train else self.federation
         self.cohort: Cohort = (
             cohort(self) if cohort else LocalCohort(self.model, self.federation, method, train, self.options.seed)
         )
         self.public: Sequence[Any] = []
         if to_train:
             check_fit(self.federation, method, train, distill, local=cohort is None)
+            self.keep_features()
             self.public = self._chunks(public)
         server, broadcast, client = method.init(self.model)
         self.now = Moment(0, server, broadcast, repeat(client, len(self.federation.clients)))
@@ -141,6 +141,12 @@ class Experiment:
         if self.device.type == "cuda" or self.model.prefix is not None:
             chunks.keep(self.model, free_memory(self.device) // 4)
         return chunks
+
+    def keep_features(self) -> None:
+        """Computes once what the network's frozen stages make of the clients' images, if it has such stages."""
+        self.federation = self.federation.keeping(self.model)
+        if isinstance(self.cohort, LocalCohort):
+            self.cohort.federation = self.federation
 
     # A round
 

@@ -16,7 +16,7 @@ from ..experiment import Experiment, Say
 from ..lanes import key_of, ops_for
 from ..lanes.machine import device_of
 from ..methods import name_of
-from ..models import Backbone, load_into, network_of
+from ..models import Backbone, load_into, own_normalisation
 from ..models import backbone as named_backbone
 from ..runs.options import check_fit
 from .keys import Config, ModelOptions
@@ -87,10 +87,8 @@ def federation_of(config: Config) -> Federation:
     federation = build_federation(config.data, device_of(config.run.device))
     if config.data.normalise != "backbone":
         return federation
-    made = network_of(config.model.backbone, len(federation.classes))
-    if made.mean is None or made.std is None:
-        raise InputError(f"backbone {made.name!r} has no normalisation of its own: set DataOptions.normalise to data")
-    return replace(federation, mean=made.mean, std=made.std)
+    mean, std = own_normalisation(config.model.backbone, len(federation.classes))
+    return replace(federation, mean=mean, std=std)
 
 
 def check(config: Config, federation: Federation, local: bool = True) -> None:

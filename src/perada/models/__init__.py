@@ -31,6 +31,7 @@ __all__ = [
     "load_into",
     "names_code",
     "network_of",
+    "own_normalisation",
     "read_weights",
     "same_weights",
     "with_weights",
@@ -93,6 +94,14 @@ def backbone(name: str, classes: int, seed: int = 0, head: str = "") -> Backbone
 def network_of(name: str, classes: int) -> Backbone:
     """Returns a backbone with random weights; the same object for the same arguments."""
     return backbone(name, classes)
+
+
+def own_normalisation(name: str, classes: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns the mean and standard deviation per channel of the images that a backbone expects, or refuses it."""
+    made = network_of(name, classes)
+    if made.mean is None or made.std is None:
+        raise InputError(f"backbone {made.name!r} has no normalisation of its own: set DataOptions.normalise to data")
+    return made.mean, made.std
 
 
 @lru_cache

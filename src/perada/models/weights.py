@@ -48,7 +48,10 @@ def read_weights(source: str, backbone: str) -> dict[str, Tensor]:
     """Returns tensors by name (float32), of a `.safetensors` or `.pth` file, `package`, `embedded` or a library."""
     if source == "package":
         if backbone not in SCALES:
-            raise InputError(f"no package has weights of {backbone!r}: ModelOptions.weights=package is for {LITES}")
+            raise InputError(
+                f"no package has weights of {backbone!r}, only of {LITES}: set ModelOptions.weights to a file, or to "
+                "fedavg, as the preset folder-fedavg does"
+            )
         return own_names(_read_file(weights_file(backbone)), backbone)
     if source == "embedded":
         asset = resources.files("perada") / "data" / "assets" / f"{backbone}.safetensors"
