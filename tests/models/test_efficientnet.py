@@ -137,5 +137,8 @@ def test_a_changed_file_of_weights_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_other_networks_have_no_package() -> None:
-    with pytest.raises(InputError, match=r"no package has weights of 'resnet8', only of efficientnet_lite0, .*: set ModelOptions.weights"):
+    with pytest.raises(
+        InputError,
+        match=r"no package has weights of 'resnet8', only of efficientnet_lite0, .*: set ModelOptions.weights",
+    ):
         backbone("resnet8", 3).load("package")

@@ -12,7 +12,7 @@ from rich.text import Text
 from ..client.scores import Scores
 from ..data import Federation
 from ..data.download import Entry
-from ..report.facts import distillations, mishaps, unlikeness
+from ..report.facts import distillations, mishaps, unlikeness, worth_of
 from ..report.standings import PERSONAL, Standings, parts
 from ..report.svg import millions
 from ..runs.moment import Evaluation
@@ -51,11 +51,12 @@ def results(runs: Sequence[Run]) -> Table:
     table = house_table(title, "method", *columns, *(["distilled"] if distilled else []))
     table.caption = "server: the global model on Global-test"
     table.caption += "; distilled: rounds in which it was used" if distilled else ""
-    for (s, last), measured in zip(rows, history, strict=True):
+    for (s, last), measured, worth in zip(rows, history, map(worth_of, runs), strict=True):
         up, down = (sent / max(1, last.round * s["cohort"]) / 1e3 for sent in (last.bytes_up, last.bytes_down))
         table.caption += f"\n{s['method']}, per client and round: {up:,.0f} kB up, {down:,.0f} kB down"
         table.caption += "; in pretraining full models, both ways" if "pretrain" in s else ""
         table.caption += "".join(f"\n{s['method']}: {line}" for line in mishaps(measured))
+        table.caption += "".join(f"\n{line}" for line in worth.lines)
         table.add_row(
             s["method"],
             millions(s["parameters"]["trained"]),

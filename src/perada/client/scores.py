@@ -26,6 +26,25 @@ def _chunk(lanes: int, images: Tensor, device: torch.device) -> int:
     return max(1, min(most, most * 1024 // pixels) // lanes)
 
 
+def majority_scores(federation: Federation) -> dict[str, Scores]:
+    """Returns what each client scores by always naming its most frequent training class: `local_test`, `global_test`.
+
+    Nothing for multi-label data, where a constant has no AUC.
+    """
+    if federation.multilabel or not federation.clients:
+        return {}
+    counts, targets = federation.label_counts(), federation.targets.cpu().numpy()
+    common = {c.name: int(row.argmax()) for c, row in zip(federation.clients, counts, strict=True)}
+
+    def share(label: int, index: Indices) -> float | None:
+        return 100.0 * float((targets[index] == label).mean()) if len(index) else None
+
+    return {
+        "local_test": Scores({c.name: share(common[c.name], c.test) for c in federation.clients}),
+        "global_test": Scores({c.name: share(common[c.name], federation.test) for c in federation.clients}),
+    }
+
+
 @torch.no_grad()
 def logits_of(model: LaneModel, lanes: State, federation: Federation, images: Tensor) -> Tensor:
     """Returns every lane's logits on every image (uint8 `[n, C, H, W]`), `[K, n, classes]`."""

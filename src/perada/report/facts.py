@@ -13,6 +13,7 @@ from ..methods import method_sizes
 from ..models import count_groups
 from ..runs.moment import Evaluation
 from ..runs.run import Run
+from .worth import Worth
 
 PERSONAL = {
     "local_test": ("Local-test", "each client's personal model on that client's own test images"),
@@ -89,6 +90,11 @@ def mishaps(rows: Sequence[Evaluation]) -> list[str]:
     return lines
 
 
+def worth_of(run: Run) -> Worth:
+    """Returns what the scores of a finished run are worth."""
+    return Worth(_summary(run), run.folder.about().get("clients", {}))
+
+
 class Facts:
     """What a report says about one run."""
 
@@ -99,7 +105,7 @@ class Facts:
         # A stopped run has fewer rounds than planned. A summary that is older than the last row is of an earlier end.
         self.finished = bool(summary) and summary["round"] >= (self.rows[-1].round if self.rows else 0)
         newest = self.rows[-1] if self.rows else None
-        self.mishaps = mishaps(self.rows)
+        self.mishaps, self.worth = mishaps(self.rows), worth_of(run)
         self.last = Evaluation.read(summary) if self.finished else newest
         self.data = str(summary.get("data") or run.config.data.name)
         auc = summary["metric"] == "auc" if "metric" in summary else holdings and run.federation.multilabel
