@@ -1,7 +1,7 @@
 """Three sites with folders of images, made from scikit-learn's handwritten digits, as a stand-in for your own data.
 
     python examples/three_sites.py sites                        # sites/north/zero/000.png, ...
-    perada train folder --data sites --set data.size=16 --set model.backbone=resnet8 --out runs/sites
+    perada train folder --data sites --out runs/sites
     perada predict runs/sites --client north sites/north/two/000.png
 
 Each site scans in its own way: north plainly, south in white on black, west dark and blurred. So each site gains from a

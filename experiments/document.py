@@ -20,7 +20,7 @@ from .running import State, state_of
 from .study import TOLERANCE
 from .trials import REPORTED, Experiment
 
-COMMAND = "python -m experiments {name} --data FOLDER --weights FILE"
+COMMAND = "python -m experiments {name} --data FOLDER{weights}"
 
 
 def document(root: Path, folder: str = "results") -> dict[str, str]:

@@ -16,6 +16,7 @@ from .trials import (
     DISTILLING,
     GPU,
     GUARDLESS,
+    LITE0_SECONDS,
     LITERALLY,
     SECONDS,
     SELDOM,
@@ -151,6 +152,14 @@ SETS = (("validation", VALIDATION, 2048), ("pacs", PACS, 2048), ("pacs", PACS, 8
 FIVE_LABELS = ["Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Effusion"]  # CheXpert's, by NIH's names
 
 
+LITE0: Settings = {
+    "model.backbone": "experiments.networks:lite0_96",
+    "model.weights": "random",  # the function loads them
+    "data.normalise": "backbone",
+    "run.shifts": False,
+}
+
+
 @lru_cache
 def experiments() -> dict[str, Experiment]:
     """Returns all experiments by name, most important first."""
@@ -190,6 +199,15 @@ def experiments() -> dict[str, Experiment]:
         seconds=SMALL_SECONDS,
         distilling=DISTILLING,
     )
+    lite0 = Experiment(
+        name="lite0",
+        preset="cifar10",
+        settings={**CIFAR10, **LITE0, "train.rounds": 50},
+        trials=main_trials("cifar10", (0,)),
+        needs_weights=False,
+        seconds=LITE0_SECONDS,
+        distilling=DISTILLING,
+    )
     small = {"train.rounds": 3, "train.epochs": 1, "distill.steps": 5, "distill.candidates": [2], "run.eval_every": 1}
     digits = Experiment(
         name="digits",
@@ -206,5 +224,5 @@ def experiments() -> dict[str, Experiment]:
         seconds=SECONDS,
         distilling=DISTILLING,
     )
-    found = (first_study(), settle(), main, _others(), _ablations(), pacs, xrays, drift, digits)
+    found = (first_study(), settle(), main, _others(), _ablations(), pacs, xrays, drift, lite0, digits)
     return {e.name: e for e in found}

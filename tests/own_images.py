@@ -14,7 +14,8 @@ from PIL import Image
 
 from perada.cli import main as cli
 
-TINY = {"model.backbone": "resnet8", "model.weights": "random", "data.size": 8, "train.rounds": 1, "train.epochs": 1}
+TINY = {"model.backbone": "resnet8", "model.weights": "random", "model.adapt_from": "", "data.normalise": "data"}
+TINY |= {"data.size": 8, "train.rounds": 1, "train.epochs": 1}
 
 
 def words(**more: Any) -> list[str]:

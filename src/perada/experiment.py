@@ -26,7 +26,7 @@ from .data.public import Chunks
 from .errors import Diverged, InputError
 from .fields import made
 from .lanes import LaneModel, State, ops_for, repeat, rng_of
-from .lanes.machine import arithmetic, device_of, precision_of
+from .lanes.machine import arithmetic, device_of, free_memory, precision_of
 from .methods import Finisher, Method, expected_upload
 from .models import BACKBONES, Backbone
 from .predict.drift import Drift
@@ -48,12 +48,12 @@ DTYPES = dict.fromkeys(("auto", "fp32", "tf32", "bf16"), torch.float32) | {"fp64
 
 
 def lanes_of(
-    net: nn.Module, method: Method, adapter: Adapter | None, head: str | None, options: RunOptions
+    net: nn.Module, method: Method, adapter: Adapter | None, head: str | None, options: RunOptions, start: str = ""
 ) -> LaneModel:
     """Returns the lanes that a method trains, over a network."""
     parts, device = method.parts, device_of(options.device)
     kind = adapter if parts.adapters else None
-    model = adapt(net, adapter=kind, trained=parts.trains, head=head, seed=options.seed)
+    model = adapt(net, adapter=kind, trained=parts.trains, head=head, seed=options.seed, start=start)
     compute = torch.bfloat16 if precision_of(options.precision, device) == "bf16" else None
     return model.to(device, DTYPES[options.precision], compute)
 
@@ -64,6 +64,8 @@ class Experiment:
     net: any torch module, with its weights; it is copied, never changed.
     adapter: what is inserted where the method trains adapters (`adapters.Residual(...)`).
     head: the name of the prediction layer; by default the last linear layer.
+    adapt_from: the first stage of the network that is adapted. Those before it stay frozen, whatever the method, and
+        what they make of an image is computed once. Empty adapts all.
     public: the server's images for distillation, uint8 `[n, C, H, W]`; only methods that distil need them.
     drift: how the clients' predictions notice drift; training does not depend on it.
     cohort: who trains; by default all clients of the federation on this machine.
@@ -78,6 +80,7 @@ class Experiment:
         *,
         adapter: Adapter | str | None = "residual",
         head: str | None = None,
+        adapt_from: str = "",
         public: Tensor | None = None,
         train: Train = Train(),
         distill: Distill = Distill(),
@@ -94,16 +97,17 @@ class Experiment:
             ops_for(self.device).get_ready(self.device)
         self.net, self.federation, self.method = net, federation.to(self.device), method
         self.adapter, self.head, self.train, self.distill = adapter_of(adapter), head, train, distill
-        self.drift = drift
+        self.adapt_from, self.drift = adapt_from, drift
         if to_train:
             Backbone(net, head or "").check((3, *federation.images.shape[-2:]), len(federation.classes))
-        self.model = lanes_of(net, method, self.adapter, head, self.options)
+        self.model = lanes_of(net, method, self.adapter, head, self.options, adapt_from)
         self.cohort: Cohort = (
             cohort(self) if cohort else LocalCohort(self.model, self.federation, method, train, self.options.seed)
         )
         self.public: Sequence[Any] = []
         if to_train:
             check_fit(self.federation, method, train, distill, local=cohort is None)
+            self.keep_features()
             self.public = self._chunks(public)
         server, broadcast, client = method.init(self.model)
         self.now = Moment(0, server, broadcast, repeat(client, len(self.federation.clients)))
@@ -137,9 +141,15 @@ class Experiment:
                 "distillation needs public images: set Distill.data (or the argument `public`), or Distill.steps=0"
             )
         chunks = public_chunks(images, self.federation, self.distill, self.dtype)
-        if self.device.type == "cuda":
-            chunks.keep_stems(self.model, torch.cuda.mem_get_info(self.device)[0] // 4)
+        if self.device.type == "cuda" or self.model.prefix is not None:
+            chunks.keep(self.model, free_memory(self.device) // 4)
         return chunks
+
+    def keep_features(self) -> None:
+        """Computes once what the network's frozen stages make of the clients' images, if it has such stages."""
+        self.federation = self.federation.keeping(self.model)
+        if isinstance(self.cohort, LocalCohort):
+            self.cohort.federation = self.federation
 
     # A round
 

@@ -83,7 +83,7 @@ def fill(here: Path) -> None:
 
 
 TRAIN = ["train", "digits", *SMALL_RUN, "--out", "new"]
-FOLDER = ["train", "folder", "--out", "new", "--set", "data.size=8", "--set", "model.backbone=resnet8"]
+FOLDER = ["train", "folder-fedavg", "--out", "new", "--set", "data.size=8", "--set", "model.backbone=resnet8"]
 
 
 def setting(value: str, *words: str) -> list[str]:

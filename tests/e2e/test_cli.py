@@ -116,7 +116,7 @@ def test_your_own_folder_from_training_to_prediction(
 ) -> None:
     out, words = tmp_path / "run", ["--set", "data.size=8", "--set", "train.cohort=2", "--set", "train.batch=4"]
     words += ["--set", "model.backbone=resnet8", "--set", "model.pretrain_rounds=2", "--set", "train.rounds=2"]
-    found = strict(said(capsys, "train", "folder", "--data", str(photos), *words, "--out", str(out), "--json"))
+    found = strict(said(capsys, "train", "folder-fedavg", "--data", str(photos), *words, "--out", str(out), "--json"))
     assert list(found["local_test"]["per_client"]) == ["north", "south"]
     image = photos / "south" / "cat" / "3.png"
     predicted = strict(said(capsys, "predict", str(out), "--client", "south", str(image), "--json"))
@@ -190,7 +190,7 @@ def test_methods_say_what_they_train_and_send(capsys: pytest.CaptureFixture[str]
 
 def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     found = strict(said(capsys, "presets", "--json"))
-    assert {"digits", "folder"} <= {one["name"] for one in found}
+    assert {"digits", "folder", "folder-fedavg"} <= {one["name"] for one in found}
     assert all(one["description"] for one in found)
     assert "digits" in said(capsys, "presets")
 

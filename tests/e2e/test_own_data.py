@@ -57,9 +57,8 @@ def shell(*typed: str, cwd: Path) -> str:
 @pytest.fixture(scope="module")
 def run(sites: Path) -> Path:
     """The first of the two commands, as the example says it, but for fewer rounds."""
-    fewer = ["--set", "model.pretrain_rounds=4", "--set", "train.rounds=2", "--json"]
-    size = ["--set", "data.size=16", "--set", "model.backbone=resnet8"]
-    found = strict(shell("train", "folder", "--data", "sites", *size, *fewer, "--out", "runs/sites", cwd=sites))
+    fewer = ["--set", "train.rounds=2", "--json"]
+    found = strict(shell("train", "folder", "--data", "sites", *fewer, "--out", "runs/sites", cwd=sites))
     assert found["run"] == "runs/sites"
     return sites / "runs" / "sites"
 
@@ -83,7 +82,7 @@ def test_a_folder_of_three_sites_is_trained_and_used_with_two_commands(sites: Pa
 
 def test_the_examples_own_words_are_the_commands_tested_here() -> None:
     text = EXAMPLE.read_text()
-    assert "perada train folder --data sites --set data.size=16 --set model.backbone=resnet8 --out runs/sites" in text
+    assert "perada train folder --data sites --out runs/sites" in text
     assert "perada predict runs/sites --client north sites/north/two/000.png" in text
 
 

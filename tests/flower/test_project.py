@@ -52,7 +52,7 @@ def test_what_is_asked_for_is_in_it(tmp_path: Path) -> None:
 
 
 def test_a_random_backbone_gets_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--preset", "folder", "--classes", "cat,dog", "--server", "fl.example.org"]
+    words = ["--preset", "folder-fedavg", "--classes", "cat,dog", "--server", "fl.example.org"]
     assert cli.main(["flower", "init", str(tmp_path / "p"), *words]) == 0
     said = capsys.readouterr().err
     assert f"{tmp_path / 'p' / 'certs.sh'}, each site's own key by perada flower certs certs --keys-only" in said

@@ -220,9 +220,9 @@ def test_public_images_kept_behind_the_first_layer_distil_the_same(monkeypatch: 
         sim = build(small(method__name="perada", run__precision="fp64", distill__guard="none"))
         assert isinstance(sim.public, Chunks)
         if stems:
-            sim.public.keep_stems(sim.model, 0)
+            sim.public.keep(sim.model, 0)
             assert sim.public.stems is None, "no room"
-            sim.public.keep_stems(sim.model, 1 << 30)
+            sim.public.keep(sim.model, 1 << 30)
             assert sim.public.stems is not None
             assert sim.public[0].shape[1] == 16
         sim.round()

@@ -6,15 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from helpers import assert_close_norm
 from small import after
 
 from experiments import plans, results
+from experiments.networks import lite0_96
 from experiments.plans import MAIN, experiments
 from experiments.study import settings_of
 from experiments.trials import NAMES, Experiment
+from perada.adapters import Residual
 from perada.config import resolve
 from perada.methods import REGISTRY
+from perada.models import backbone
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -215,3 +219,18 @@ def test_a_digest_is_of_the_settings_and_of_nothing_else() -> None:
     assert digest() == digest(distill__pull=0.0), "off, as by default"
     weights = [digest(model__weights=w) for w in ("/a/one.safetensors", "/b/two.safetensors", "random")]
     assert weights[0] == weights[1] != weights[2]
+
+
+def test_the_imagenet_backbone_sees_enlarged_images() -> None:
+    """CIFAR-10 stays at 32 pixels; adapters and stages are those of the network itself."""
+    made, plain = lite0_96(10), backbone("efficientnet_lite0", 10)
+    plain.load("package")
+    x = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    large = torch.nn.functional.interpolate(x, (96, 96), mode="bilinear", align_corners=False)
+    with torch.no_grad():
+        assert torch.equal(made.net.eval()(x), plain.net.eval()(large))
+    assert (made.mean, made.std) == (plain.mean, plain.std)
+    assert Residual().places(made.net) == Residual().places(plain.net)
+    found = experiments()["lite0"]
+    assert {resolve(found.preset, {**found.settings, **t.settings}).method_name for t in found.trials} == set(MAIN)
+    assert not found.needs_weights

@@ -187,7 +187,7 @@ def test_a_runs_own_public_images_are_found_beside_the_data_and_may_move(tmp_pat
     rng = np.random.default_rng(0)
     run = trial("other-0", method__name="perada", distill__data="public.npz", distill__size=0)
     one = experiment(run, train__rounds=3, model__weights="random", model__backbone="resnet8", data__partition="iid")
-    one = replace(one, preset="folder", file="own.npz")
+    one = replace(one, preset="folder-fedavg", file="own.npz")
     for file, many in (("own", 200), ("public", 40)):
         images = rng.integers(0, 256, (many, 64, 64, 3), dtype=np.uint8)
         for home in ("here", "there"):

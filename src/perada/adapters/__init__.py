@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 
 from ..errors import InputError
-from ..lanes import Group, LaneModel, convert, default_groups, last_linear
+from ..lanes import Group, LaneModel, Prefix, convert, default_groups, last_linear
 from ..plugins import called, check, find
 from .residual import Residual
 
@@ -71,6 +71,7 @@ def adapt(
     head: str | None = None,
     groups: Groups | None = None,
     seed: int = 0,
+    start: str = "",
 ) -> LaneModel:
     """Freezes a copy of `module`, inserts adapters and makes what is trained lane-aware. Returns its lanes.
 
@@ -79,8 +80,11 @@ def adapt(
     head: the name of the prediction layer. None takes the last linear layer.
     groups: computes the parameter groups. None takes `lanes.default_groups`.
     seed: of the adapters' first weights.
+    start: the first stage that is adapted (`lanes.Prefix.cut`). Those before it stay frozen for every method, have no
+        adapters and normalise with the statistics that they came with. Empty adapts all.
     """
     module = copy.deepcopy(module)
     kind, head = adapter_of(adapter), head or last_linear(module)
+    prefix = Prefix.cut(module, start) if start else None
     inert = kind.insert(module, seed) if kind else frozenset()
-    return convert(module, trained, groups(module) if groups else default_groups(module, head), inert)
+    return convert(module, trained, groups(module) if groups else default_groups(module, head), inert, prefix)

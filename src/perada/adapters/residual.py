@@ -19,9 +19,10 @@ from ..lanes import LaneBatchNorm, LaneConv2d, ResidualAdapter, is_resnet, key_o
 class Residual:
     """Where residual adapters go and how they start.
 
-    In a ResNet of torchvision's layout they go behind the 3×3 convolutions of the blocks. In any other network they
-    go behind every k×k convolution (k > 1) that lies in a block (a submodule) or has a batch norm behind it; where
-    there is none of these, behind every k×k convolution. `where` replaces that rule.
+    In a ResNet of torchvision's layout they go behind the 3×3 convolutions of the blocks. A network may name its
+    places itself: `adapters_at`, a regular expression. In any other network they go behind every k×k convolution
+    (k > 1) that lies in a block (a submodule) or has a batch norm behind it; where there is none of these, behind
+    every k×k convolution. `where` replaces that rule.
     """
 
     dropout: float = field(default=0.3, metadata={"help": "share of an adapter's inputs that training sets to zero"})
@@ -45,8 +46,8 @@ class Residual:
         kinds = nn.Conv2d, LaneConv2d  # no subclass: its own forward would be lost
         free = [(n, m) for n, m in module.named_modules() if getattr(m, "adapter", None) is None]
         convs = {n: m for n, m in free if type(m) in kinds and ".adapter." not in n}
-        if self.where:
-            return [n for n in convs if re.search(self.where, n)]
+        if where := self.where or getattr(module, "adapters_at", ""):
+            return [n for n in convs if re.search(where, n)]
         if is_resnet(n for n, _ in module.named_parameters()):
             return [n for n, m in convs.items() if m.kernel_size == (3, 3) and "." in n]
         wide = {n: m for n, m in convs.items() if max(m.kernel_size) > 1}

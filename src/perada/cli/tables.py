@@ -15,7 +15,7 @@ from ..data.download import Entry
 from ..methods.cost import RoundCost
 from ..predict.predictor import Check
 from ..predict.scores import DriftScores
-from ..report.facts import JOINED, distillations, drift_of, mishaps, partial_means, unlikeness
+from ..report.facts import JOINED, distillations, drift_of, mishaps, partial_means, unlikeness, worth_of
 from ..report.standings import PERSONAL, Standings, parts
 from ..report.svg import millions
 from ..runs.moment import Evaluation
@@ -56,10 +56,11 @@ def results(runs: Sequence[Run]) -> Table:
     table = house_table(title, "method", *columns, *(["distilled"] if distilled else []))
     table.caption = "server: the global model on Global-test"
     table.caption += "; distilled: rounds in which it was used" if distilled else ""
-    for (s, last), measured in zip(rows, history, strict=True):
+    for (s, last), measured, worth in zip(rows, history, map(worth_of, runs), strict=True):
         table.caption += f"\n{s['method']}, {_sent(s, last)}"
         table.caption += "".join(f"\n{s['method']}: * {line}" for line in partial_means(last))
         table.caption += "".join(f"\n{s['method']}: {line}" for line in mishaps(measured))
+        table.caption += "".join(f"\n{line}" for line in worth.lines)
         table.add_row(
             s["method"],
             millions(s["parameters"]["trained"]),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..data.federation import Federation
 from ..data.source import Indices, Pixels
-from ..lanes import LaneModel, State
+from ..lanes import Front, LaneModel, State
 
 CHUNK = {"cpu": 4096, "cuda": 32768}  # images × lanes in one forward pass; fewer where images are larger than 32×32
 # A pass has a multiple of this many images, or a power of two: for a new number a library chooses its kernels again.
@@ -26,25 +26,55 @@ def _chunk(lanes: int, images: Tensor, device: torch.device) -> int:
     return max(1, min(most, most * 1024 // pixels) // lanes)
 
 
+def majority_scores(federation: Federation) -> dict[str, Scores]:
+    """Returns what each client scores by always naming its most frequent training class: `local_test`, `global_test`.
+
+    Nothing for multi-label data, where a constant has no AUC.
+    """
+    if federation.multilabel or not federation.clients:
+        return {}
+    counts, targets = federation.label_counts(), federation.targets.cpu().numpy()
+    common = {c.name: int(row.argmax()) for c, row in zip(federation.clients, counts, strict=True)}
+
+    def share(label: int, index: Indices) -> float | None:
+        return 100.0 * float((targets[index] == label).mean()) if len(index) else None
+
+    return {
+        "local_test": Scores({c.name: share(common[c.name], c.test) for c in federation.clients}),
+        "global_test": Scores({c.name: share(common[c.name], federation.test) for c in federation.clients}),
+    }
+
+
 @torch.no_grad()
 def logits_of(model: LaneModel, lanes: State, federation: Federation, images: Tensor) -> Tensor:
     """Returns every lane's logits on every image (uint8 `[n, C, H, W]`), `[K, n, classes]`."""
-    if len(images) == 0:
-        return torch.zeros(lanes.lanes, 0, len(federation.classes), device=model.device)
-    dtype, lanes = next(iter(lanes.tensors())).dtype, model.rounded(lanes)
-    size, out = _chunk(lanes.lanes, images, model.device), []
-    whole = min(WHOLE.get(model.device.type, 1), 1 << size.bit_length() - 1)
-    for part in torch.split(images, size - size % whole):
-        more = -len(part) % min(whole, 1 << (len(part) - 1).bit_length())
-        filled = torch.cat([part, part[:1].expand(more, -1, -1, -1)]) if more else part
-        logits = model.on_all(lanes, model.stem(federation.prepare(filled.to(model.device), dtype)))
-        out.append(logits[:, : len(part)])
-    return torch.cat(out, 1)
+    dtype = next(iter(lanes.tensors())).dtype
+    return _in_parts(model, lanes, federation, images, lambda some: federation.prepare(some.to(model.device), dtype))
 
 
+@torch.no_grad()
 def logits_on(model: LaneModel, lanes: State, federation: Federation, index: Indices) -> Tensor:
     """Returns `logits_of` for images of the federation, by index."""
-    return logits_of(model, lanes, federation, federation.take(index))
+    dtype = next(iter(lanes.tensors())).dtype
+    return _in_parts(model, lanes, federation, torch.from_numpy(index), lambda some: federation.inputs(some, dtype))
+
+
+def _in_parts(
+    model: LaneModel, lanes: State, federation: Federation, samples: Tensor, inputs: Callable[[Tensor], Front]
+) -> Tensor:
+    """Returns every lane's logits, some samples after the other. inputs: makes what the model takes of some."""
+    if len(samples) == 0:
+        return torch.zeros(lanes.lanes, 0, len(federation.classes), device=model.device)
+    lanes, shape = model.rounded(lanes), samples if samples.dim() > 1 else federation.images
+    size, out = _chunk(lanes.lanes, shape, model.device), []
+    whole = min(WHOLE.get(model.device.type, 1), 1 << size.bit_length() - 1)
+    for part in torch.split(samples, size - size % whole):
+        more = -len(part) % min(whole, 1 << (len(part) - 1).bit_length())
+        filled = torch.cat([part, part[:1].expand(more, *part.shape[1:])]) if more else part
+        shared = inputs(filled)
+        logits = model.on_all(lanes, model.front(shared) if isinstance(shared, Tensor) else shared)
+        out.append(logits[:, : len(part)])
+    return torch.cat(out, 1)
 
 
 @torch.no_grad()
@@ -58,7 +88,7 @@ def own_logits(model: LaneModel, lanes: State, federation: Federation, indices: 
     padded = np.stack([np.resize(i, longest) if len(i) else np.zeros(longest, np.int64) for i in indices])
     out = []
     for part in torch.split(torch.from_numpy(padded), size, 1):
-        out.append(model(lanes, federation.prepare(federation.take(part.flatten()), dtype)))
+        out.append(model(lanes, federation.inputs(part.flatten(), dtype)))
     logits = torch.cat(out, 1)
     return [logits[k, : len(i)] for k, i in enumerate(indices)]
 

@@ -16,7 +16,7 @@ from ..experiment import Experiment, Say
 from ..lanes import key_of, ops_for
 from ..lanes.machine import device_of
 from ..methods import name_of
-from ..models import Backbone, load_into, network_of
+from ..models import Backbone, load_into, own_normalisation
 from ..models import backbone as named_backbone
 from ..runs.options import check_fit
 from .keys import Config, ModelOptions
@@ -63,6 +63,7 @@ def build(
         method,
         adapter=config.model.strategy(),
         head=made.head,
+        adapt_from=config.model.adapt_from,
         public=images,
         train=config.train,
         distill=config.distill,
@@ -74,6 +75,8 @@ def build(
     experiment.config = config
     if local:
         say(experiment.about_lanes)
+        for line in about_prefix(experiment):
+            say(line)
         say(federation.about_images())  # last, so that an error is the only line
     if device.type == "cuda" and not ops_for(device).fast:
         say("warning: Triton is missing: results are the same, but training is slower")
@@ -85,10 +88,8 @@ def federation_of(config: Config) -> Federation:
     federation = build_federation(config.data, device_of(config.run.device))
     if config.data.normalise != "backbone":
         return federation
-    made = network_of(config.model.backbone, len(federation.classes))
-    if made.mean is None or made.std is None:
-        raise InputError(f"backbone {made.name!r} has no normalisation of its own: set DataOptions.normalise to data")
-    return replace(federation, mean=made.mean, std=made.std)
+    mean, std = own_normalisation(config.model.backbone, len(federation.classes))
+    return replace(federation, mean=mean, std=std)
 
 
 def check(config: Config, federation: Federation, local: bool = True) -> None:
@@ -148,7 +149,7 @@ def pretraining(config: Config) -> Config:
     seed = key_of(config.run.seed, "pretrain") & (2**63 - 1)
     return replace(
         config,
-        model=replace(config.model, weights="random"),
+        model=replace(config.model, weights="random", adapt_from=""),
         method={"name": "fedavg"},
         train=replace(config.train, rounds=rounds, lr=config.model.pretrain_lr),
         run=replace(config.run, seed=seed, eval_every=rounds),
@@ -161,6 +162,7 @@ def describe(experiment: Experiment) -> Config:
         return experiment.config  # type: ignore[no-any-return]
     adapter, method = experiment.adapter, experiment.method
     options: dict[str, Any] = {"head": experiment.head or "", "adapter": adapter_name(adapter)}
+    options["adapt_from"] = experiment.adapt_from
     if isinstance(adapter, Residual):
         options |= {"dropout": adapter.dropout, "adapter_std": adapter.std, "where": adapter.where or ""}
     return Config(
@@ -184,6 +186,20 @@ def about_data(federation: Federation) -> list[str]:
         name = federation.classes[int(federation.targets[0])]
         lines.append(f"warning: every image is of class {name!r}: any model is right, there is nothing to learn")
     return lines
+
+
+def about_prefix(experiment: Experiment) -> list[str]:
+    """Returns a line that says whether the outputs of the frozen stages are kept, if there are such stages."""
+    federation, start = experiment.federation, experiment.adapt_from
+    if not start:
+        return []
+    if federation.augment is not None:
+        why = "is not kept: DataOptions.augment makes new images at every step"
+    elif federation.features is None:
+        why = "is not kept: it fits neither into the memory nor into the cache on the disk"
+    else:
+        why = f"is kept: {federation.features.bytes / 1e6:,.1f} MB"
+    return [f"what the frozen stages before {start} make of each image {why}"]
 
 
 def about_settings(config: Config) -> list[str]:

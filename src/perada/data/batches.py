@@ -69,7 +69,8 @@ class ClientBatches:
         """Returns the lanes' batch at one step, or each lane's at its own."""
         ops, labels = ops_for(self.index.device), self.federation.targets
         samples, targets, keys = ops.client_batch(self.index, self.row, self.keys, labels, lanes, step)
-        fetched = self._fetched(step, lanes) if self.federation.stream and isinstance(step, int) else None
+        stream = self.federation.stream and self.federation.features is None
+        fetched = self._fetched(step, lanes) if stream and isinstance(step, int) else None
         return Batch(self.federation.views(samples, keys, self.dtype, fetched), targets, None, keys)
 
     # What a recorded step needs (lanes/replay.py): the same tensors, overwritten.
@@ -104,7 +105,8 @@ class ClientBatches:
     def merge_key(self) -> Hashable:
         """Returns what batches of several trainings must have in common to be merged; None if they cannot be."""
         f = self.federation
-        return None if f.stream else (id(f.images), id(f.targets), f.augment, self.index.shape[2], self.dtype)
+        kept = f.features.key if f.features else ""
+        return None if f.stream else (id(f.images), id(f.targets), f.augment, self.index.shape[2], self.dtype, kept)
 
     def merged(self, others: Sequence[Self]) -> Self:
         """Returns the batches of the lanes of all trainings, one after another."""

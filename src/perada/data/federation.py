@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..errors import InputError, unknown
 from ..inputs import user_path
-from ..lanes import normalised, ops_for, sent
+from ..lanes import Features, LaneModel, normalised, ops_for, sent
 from .arrays import Pair, from_sites
 from .augment import AUGMENT, DRAWS, SALT, Augment, padding
+from .features import Table, keep
 from .folder import folder
 from .images import IMAGENET
 from .named import GIVEN, DataOptions, read_source
@@ -58,6 +59,7 @@ class Federation:
     pixels: str = ""  # a hash of arrays that the user gave, which have no file names
     seed: int = 0  # of the split, and of the order of public images
     options: DataOptions = field(default_factory=lambda: DataOptions(name=GIVEN))  # that make it again
+    features: Table | None = None  # of the images, behind the frozen prefix of a network (`keeping`)
 
     def __repr__(self) -> str:
         classes = f"{len(self.classes)} classes"
@@ -124,7 +126,30 @@ class Federation:
         fits = self.images.device.type == device.type or _fits(self.images, device)
         stream = self.options.resident == "no" or (self.options.resident == "auto" and not fits)
         images = self.images if stream else self.images.to(device)
-        return replace(self, images=images, targets=self.targets.to(device), stream=stream)
+        return replace(self, images=images, targets=self.targets.to(device), stream=stream, features=None)
+
+    def keeping(self, model: LaneModel) -> Federation:
+        """Returns the federation with what the model's frozen prefix makes of its images, where that can be kept.
+
+        Random views differ from step to step, so with these nothing is kept.
+        """
+        dtype = next(iter(model.initial().params.values())).dtype
+        table = None
+        if model.prefix is not None and self.augment is None:
+            every = torch.arange(len(self.images))
+            table = keep(model, self.images, every, lambda x: self.prepare(x.to(self.device), dtype), self.about_pixels)
+        return replace(self, features=table)
+
+    @property
+    def about_pixels(self) -> str:
+        """How images are normalised."""
+        return f"{self.mean}\0{self.std}"
+
+    def inputs(self, index: Indices | Tensor, dtype: torch.dtype) -> Tensor | Features:
+        """Returns these images prepared, or what is kept of them."""
+        if self.features is not None:
+            return self.features.take(torch.as_tensor(index))
+        return self.prepare(self.take(index), dtype)
 
     @property
     def multilabel(self) -> bool:
@@ -167,11 +192,16 @@ class Federation:
     def _statistics(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         return _channels(self.mean, dtype, device), _channels(self.std, dtype, device)
 
-    def views(self, samples: Tensor, keys: Tensor, dtype: torch.dtype, fetched: Tensor | None = None) -> Tensor:
-        """Returns training images by number, `[k, B]`, augmented with the lanes' keys `[k]`, prepared `[k·B, 3, H, W]`.
+    def views(
+        self, samples: Tensor, keys: Tensor, dtype: torch.dtype, fetched: Tensor | None = None
+    ) -> Tensor | Features:
+        """Returns training images by number, `[k, B]`, augmented with the lanes' keys `[k]`, prepared `[k·B, 3, H, W]`;
+        or what is kept of them.
 
         fetched: the images themselves, if they are not kept on the compute device.
         """
+        if self.features is not None:
+            return self.features.take(samples)
         if fetched is None and not self.stream:
             return self._views(self.images, samples, keys, self.augment, dtype)
         images = self.take(samples.flatten()) if fetched is None else fetched

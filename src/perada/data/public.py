@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..inputs import user_path
-from ..lanes import LaneModel, Stem
+from ..lanes import Front, LaneModel, Stem
 from ..plugins import PATH, called, find
 from .arrays import npz, pixels_of
 from .cifar import stl10_public
 from .digits import digits, glyphs
+from .features import Table, keep
 from .federation import Federation, writable
 from .fit import Fit
 from .folder import unlabelled
@@ -99,12 +100,20 @@ class Chunks(Sequence[Any]):
         self.federation, self.images, self.dtype = federation, images, dtype
         self.chunks = chunks  # int64 [chunks, B]
         self.stems: Stem | None = None  # of all chunks
+        self.features: Table | None = None  # of the chunks' images, one chunk after another
 
-    def keep_stems(self, model: LaneModel, room: int) -> None:
-        """Keeps what a frozen first layer makes of the images, if `room` bytes will do: they are never augmented."""
-        first = model.stem(self._prepared(self.chunks[0]))
+    def keep(self, model: LaneModel, room: int) -> None:
+        """Keeps what the model's frozen front makes of the images: they are never augmented.
+
+        room: bytes for what a first layer makes; the features of a prefix find their own place.
+        """
+        if model.prefix is not None:
+            numbers = self.chunks.flatten()
+            self.features = keep(model, self.images, numbers, self._normalised, self.federation.about_pixels)
+            return
+        first = model.front(self._prepared(self.chunks[0]))
         if isinstance(first, Stem) and first.bytes * len(self) <= room:
-            self.stems = Stem.joined([first, *(model.stem(self._prepared(c)) for c in self.chunks[1:])])  # type: ignore[list-item]
+            self.stems = Stem.joined([first, *(model.front(self._prepared(c)) for c in self.chunks[1:])])  # type: ignore[list-item]
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -112,11 +121,17 @@ class Chunks(Sequence[Any]):
     def __getitem__(self, at: Any) -> Any:
         return self.at(torch.tensor([at], device=self.chunks.device))
 
-    def at(self, number: Tensor) -> Tensor | Stem:
-        """Returns the chunk of this number, int64 `[1]`: prepared, `[B, 3, H, W]`, or behind the first layer."""
+    def at(self, number: Tensor) -> Front:
+        """Returns the chunk of this number, int64 `[1]`: prepared, `[B, 3, H, W]`, or what is kept of it."""
+        if self.features is not None:
+            size = self.chunks.shape[1]
+            return self.features.take(number[:, None] * size + torch.arange(size, device=number.device))
         if self.stems is not None:
             return self.stems.seen(number)
         return self._prepared(self.chunks[number])
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        return self.federation.prepare(images, self.dtype)
 
     def _prepared(self, index: Tensor) -> Tensor:
         return self.federation.plain_views(self.images, index.view(1, -1), self.dtype)

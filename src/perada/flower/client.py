@@ -71,7 +71,13 @@ class Work:
         sent = self.site.state.backbone_file(self.plan.backbone)
         for weights in (self.config.model.weights, *([str(sent)] if sent.is_file() else [])):
             network = planned_network(self.config, len(self.plan.classes))
-            network.load(weights)
+            try:
+                network.load(weights)
+            except InputError as error:
+                if weights != "package":
+                    raise
+                self.site.log(f"{error}; until then the server sends them")
+                continue
             if weights_digest(network.net) == self.plan.backbone:
                 return network
         if sent.is_file():
@@ -81,7 +87,9 @@ class Work:
     @cached_property
     def experiment(self) -> Experiment:
         _ = self.network  # before the data: it may have to be sent
-        return self.experiment_on(self.federation)
+        experiment = self.experiment_on(self.federation)
+        experiment.keep_features()
+        return experiment
 
     def experiment_on(self, federation: Federation) -> Experiment:
         """Returns an experiment that has not trained. Its `now` has the first broadcast and the first kept state."""
@@ -350,7 +358,7 @@ def _scores(work: Work, request: Request, received: State, kept: State) -> dict[
     """
     experiment = work.experiment
     lanes = experiment.method.personal(received, kept)
-    scores = personal_scores(experiment.model, lanes, work.federation, ("local", "val"))
+    scores = personal_scores(experiment.model, lanes, experiment.federation, ("local", "val"))
     if work.test is not None:
         scores["global_test"] = personal_scores(experiment.model, lanes, work.test, ("local",))["local_test"]
     values = {key: next(iter(by_client.per_client.values())) for key, by_client in scores.items()}

@@ -204,7 +204,7 @@ def _run_tables(preset: str, settings: Mapping[str, Any]) -> dict[str, dict[str,
     tables: dict[str, dict[str, Any]] = {"data": {"size": 8, "normalise": "data"}} if small else {}
     tables["train"] = {"cohort": 0} | ({"rounds": 10} if small else {})  # all sites in every round
     tables["run"] = {"lanes": 1} | ({"eval_every": 1} if small else {})  # a site trains its lanes one by one
-    if preset == "folder":  # its own weights come from simulated pretraining
+    if preset == "folder-fedavg":  # its own weights come from simulated pretraining
         tables["model"] = {"weights": "random"}
     for key, value in settings.items():
         section, _, rest = key.partition(".")

@@ -12,12 +12,12 @@ from ..data import VALIDATION, is_public_name
 from ..data.images import IMAGENET
 from ..errors import InputError, unknown
 from ..methods import hyperparameters
-from ..models import WEIGHTS, names_code
+from ..models import WEIGHTS, names_code, own_normalisation
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN = re.compile(rf"{NAME.pattern}-[0-9a-f]{{8}}")  # `records.open_run` makes these
 SHA256 = re.compile(r"[0-9a-f]{64}")
-BUILT_IN_WEIGHTS = ("embedded", "random")  # a site makes these itself; the server sends all others
+BUILT_IN_WEIGHTS = ("package", "embedded", "random")  # a site makes these itself; the server sends all others
 SHARED_DATA = ("size", "fit", "val", "test", "seed", "normalise", "augment", "resident", "meta_min", "uncertain")
 MAX_ROUND = 10**6
 AGGREGATE = "norm_clip"  # over a network, where a site may be in wrong hands; server.toml may choose another rule
@@ -151,8 +151,6 @@ def _run_config(file: Path, tables: dict[str, Any], sites: int) -> Config:
         path = tables.get(name, {}).get(key)
         if isinstance(path, str) and not is_word(path):
             tables[name][key] = _absolute(path, file.parent)
-    if preset == "folder":  # its own weights come from simulated pretraining
-        tables.setdefault("model", {}).setdefault("weights", "random")
     tables.setdefault("train", {}).setdefault("aggregate", AGGREGATE)
     config = resolve(preset, {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()})
     code = code_named(config.as_dict())
@@ -160,7 +158,6 @@ def _run_config(file: Path, tables: dict[str, Any], sites: int) -> Config:
     for wrong, why in (
         (config.distill.data == VALIDATION, f"Distill.data={VALIDATION} {no_data}"),
         (config.distill.guard == "server", "Distill.guard=server needs labelled data at the server: use clients"),
-        (config.data.normalise == "backbone", f"DataOptions.normalise=backbone {simulated}: use data or imagenet"),
         (config.model.weights == "fedavg", f"ModelOptions.weights=fedavg {simulated}: use random, or name a file"),
         (config.drift.prior != "uniform", f"Drift.prior={config.drift.prior} {simulated}: a site sends no such counts"),
         (config.train.cohort > sites, f"Train.cohort={config.train.cohort} but there are {sites} sites: lower it"),
@@ -294,4 +291,7 @@ class Plan:
     @property
     def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The mean and the standard deviation per channel that the server and every site normalise with."""
-        return IMAGENET if self.channels == 3 else GREY[self.config.data.normalise]
+        how = self.config.data.normalise
+        if how == "backbone":
+            return own_normalisation(self.config.model.backbone, len(self.classes))
+        return IMAGENET if self.channels == 3 else GREY[how]

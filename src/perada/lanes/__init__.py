@@ -4,6 +4,7 @@ This package knows nothing of federated learning. See docs/architecture.md.
 """
 
 from .convert import convert, default_groups, is_resnet, last_linear, parent_of
+from .front import Features, Front, Prefix, Stem
 from .gradient import Batch, Gradient, Loss, Options
 from .layers import LaneBatchNorm, LaneConv2d, Norm, ResidualAdapter
 from .machine import bytes_per_lane
@@ -30,13 +31,14 @@ from .state import (
     split,
     stack,
 )
-from .stem import Stem
 from .train import Batches, Result, Update, loop
 
 __all__ = [
     "NOTHING",
     "Batch",
     "Batches",
+    "Features",
+    "Front",
     "Gradient",
     "Group",
     "LaneBatchNorm",
@@ -46,6 +48,7 @@ __all__ = [
     "Norm",
     "Options",
     "Pool",
+    "Prefix",
     "Pull",
     "ResidualAdapter",
     "Result",

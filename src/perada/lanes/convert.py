@@ -8,14 +8,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..errors import InputError
+from .front import Prefix
 from .layers import LaneBatchNorm, LaneConv2d, LaneDropout, LaneGroupNorm, LaneLayerNorm, LaneLinear, recast
 from .model import Group, LaneModel
 
 
 def convert(
-    module: nn.Module, trained: str | Iterable[str], groups: Mapping[str, Group], inert: frozenset[str]
+    module: nn.Module,
+    trained: str | Iterable[str],
+    groups: Mapping[str, Group],
+    inert: frozenset[str],
+    prefix: Prefix | None = None,
 ) -> LaneModel:
-    """Makes what is trained lane-aware, in `module` itself. Returns its lanes."""
+    """Makes what is trained lane-aware, in `module` itself. Returns its lanes. prefix: what was cut off its front."""
     groups = Groups(groups)
     if isinstance(trained, str):
         names = groups[trained].params
@@ -25,7 +30,7 @@ def convert(
         if missing:
             raise InputError(f"no such parameters: {', '.join(sorted(missing))}")
     _replace(module, names)
-    return LaneModel(module, names, inert, groups)
+    return LaneModel(module, names, inert, groups, prefix)
 
 
 class Groups(dict[str, Group]):
@@ -107,11 +112,14 @@ def _lane_aware(layer: nn.Module, name: str, trained: bool) -> nn.Module | None:
 
 SHORTCUT = re.compile(r"\.(downsample|shortcut)\.")  # the shortcut of a block of a ResNet
 RESNET = {"conv1.weight", "bn1.weight", "layer1.0.conv1.weight", "layer1.0.bn1.weight"}
+FIRST_NORM = re.compile(r"layer\d\.0\.bn1\.weight")
 
 
 def is_resnet(params: Iterable[str]) -> bool:
-    """Returns whether these are the parameters of a ResNet in torchvision's layout."""
-    return set(params) >= RESNET
+    """Returns whether these are the parameters of a ResNet in torchvision's layout, or of one without its front."""
+    names = set(params)
+    cut = not any(n.startswith(("conv1.", "bn1.")) for n in names)
+    return names >= RESNET or (cut and any(FIRST_NORM.fullmatch(n) for n in names))
 
 
 def default_groups(module: nn.Module, head: str) -> Groups:
@@ -119,7 +127,8 @@ def default_groups(module: nn.Module, head: str) -> Groups:
     everything.
 
     A ResNet in torchvision's layout also has `input`: the stem and the FIRST convolution of every block, with their
-    norms. The affines of its shortcuts' norms belong to neither batch_norm nor adapter.
+    norms. The affines of its shortcuts' norms belong to neither batch_norm nor adapter. Another network has `input` if
+    it names these tensors itself: `inputs_at`, a regular expression.
     """
     params = [n for n, _ in module.named_parameters()]
     buffers = [n for n, _ in module.named_buffers() if n.endswith(("running_mean", "running_var"))]
@@ -129,9 +138,10 @@ def default_groups(module: nn.Module, head: str) -> Groups:
     def owner(name: str) -> str:
         return name.rpartition(".")[0]
 
+    inputs = getattr(module, "inputs_at", r"(^|\.)(conv1|bn1)\.\w+$")
+
     def first(name: str) -> bool:
-        path = name.split(".")
-        return len(path) > 1 and path[-2] in ("conv1", "bn1") and "adapter" not in path
+        return re.search(inputs, name) is not None and ".adapter." not in name
 
     resnet = is_resnet(params)
     added = frozenset(n for n in params if ".adapter." in n)
@@ -153,6 +163,6 @@ def default_groups(module: nn.Module, head: str) -> Groups:
             "everything": everything,
         }
     )
-    if resnet:
+    if resnet or hasattr(module, "inputs_at"):
         groups["input"] = Group(frozenset(filter(first, full.params)), frozenset(filter(first, full.buffers)))
     return groups

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .front import Front
 from .layers import Norm, Slots
 from .model import Group, LaneModel
 from .ops import Change
 from .state import State, like, views
-from .stem import Stem
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """logits `[K, B, classes]`, targets `[K, B, ...]` -> loss of each sample `[K, B]`."""
@@ -20,7 +20,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class Batch:
     """One step's data for k lanes, lane-major."""
 
-    images: Tensor | Stem  # [k·B, C, H, W]
+    images: Front  # [k·B, C, H, W]
     targets: Tensor  # [k, B] class indices, or [k, B, labels] of zeros and ones
     weights: Tensor | None  # [k, B]; None: all ones, as always except where samples are drawn at random (Poisson)
     keys: Tensor  # int64 [k], the lanes' random keys of this step

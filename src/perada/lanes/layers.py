@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import InputError
 from .conv import lane_conv2d
+from .front import Stem
 from .ops import PLAIN, Ops, Statistics
 from .random import fold, keep_mask, key_of
-from .stem import Stem
 
 Norm = Literal["train", "batch", "running"]
 """How batch norm normalises: with the batch's statistics, which also update the running ones (train); with the batch's

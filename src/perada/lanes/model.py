@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from .front import Features, Front, Prefix, Stem
 from .layers import Context, LaneBatchNorm, LaneDropout, LanesInDropout, Norm, Slots
 from .ops import ops_for
 from .state import State, repeat
-from .stem import Stem
 
 if TYPE_CHECKING:
     from .pool import Pool
@@ -57,14 +57,21 @@ class LaneModel:
     trained: the parameters that each lane owns. A lane also owns the running statistics of every batch norm.
     inert: trained parameters that cannot change what the network computes in expectation. They are counted, sent and
         stored, but no optimiser changes them (see `adapters.Residual.insert`).
+    prefix: the stages that were cut off the module's front.
     """
 
     def __init__(
-        self, module: nn.Module, trained: frozenset[str], inert: frozenset[str], groups: Mapping[str, Group]
+        self,
+        module: nn.Module,
+        trained: frozenset[str],
+        inert: frozenset[str],
+        groups: Mapping[str, Group],
+        prefix: Prefix | None = None,
     ) -> None:
         self.module = module.eval().requires_grad_(False)
         self.groups = groups
         self.inert = inert & trained
+        self.prefix = prefix
         self.compute: torch.dtype | None = None
         self.context = Context()
         self.replays: dict[Hashable, Replay] = {}  # recorded loops, the last used at the end
@@ -74,7 +81,8 @@ class LaneModel:
         self._initial: State | None = None
         self._compiled: set[Hashable] = set()  # the kinds of passes without gradients whose kernels are compiled
         stem = getattr(module, "stem", None)  # names of the first layer and its pooling, if the module declares them
-        self._stem = None if not isinstance(stem, tuple) or f"{stem[0]}.weight" in trained else stem
+        whole = isinstance(stem, tuple) and prefix is None and f"{stem[0]}.weight" not in trained
+        self._stem = stem if whole else None
         layers = dict(module.named_modules())
         self._dropouts = [f"{n}.key" for n, m in layers.items() if isinstance(m, LaneDropout)]
         self._foreign = any(not type(m).__module__.startswith(("perada.", "torch.nn.")) for m in layers.values())
@@ -99,7 +107,7 @@ class LaneModel:
             frozen = name not in trained and numbers.numel()
             parts.append((name, tuple(tensor.shape), float((numbers * draw).sum()) if frozen else None))
         settings = [(n, type(m).__name__, getattr(m, "p", None)) for n, m in self.module.named_modules()]
-        return (*parts, *settings)
+        return (*parts, *settings, self.prefix.digest if self.prefix else "")
 
     @property
     def device(self) -> torch.device:
@@ -112,6 +120,8 @@ class LaneModel:
         self._initial = self.initial()  # before anything is rounded
         self.compute = compute or dtype
         self.module.to(self.compute)
+        if self.prefix is not None:
+            self.prefix.to(self.device, self.compute)
         self.context.ops = ops_for(self.device)
         if self.device.type == "cuda":
             self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -145,29 +155,39 @@ class LaneModel:
         return state.only(self._params, self._buffers)
 
     @torch.no_grad()
-    def stem(self, images: Tensor) -> Tensor | Stem:
-        """Returns the output of a frozen first layer, which the model takes instead of images; else the images.
+    def front(self, images: Tensor) -> Front:
+        """Returns what the frozen front makes of images, which the model takes instead of them; else the images.
 
-        The same images always give the same output, for every lane, so it may be kept.
+        The same images always give the same, for every lane, so it may be kept.
         """
-        if self._stem is None:
+        if self.prefix is None and self._stem is None:
             return images
-        images = images if self.compute is None else images.to(self.compute)
+        images = self.computed(images)
+        if self.prefix is not None:
+            return self.prefix(images)
+        assert self._stem is not None
         layer, pool = map(self.module.get_submodule, self._stem)
         return Stem.of(layer(images), pool)
+
+    def computed(self, images: Tensor) -> Tensor:
+        """Returns images in the type of computing."""
+        return images if self.compute is None else images.to(self.compute)
 
     def rounded(self, state: State) -> State:
         """Returns the state with its parameters in the type of computing, for several calls of the model."""
         return State({n: t.to(self.compute) for n, t in state.params.items()}, state.buffers)
 
-    def on_all(self, state: State, images: Tensor | Stem, norm: Norm = "running") -> Tensor:
+    def on_all(self, state: State, images: Front, norm: Norm = "running") -> Tensor:
         """Returns every lane's logits on the same images `[B, ...]`."""
-        return self(state, images if isinstance(images, Stem) else images.repeat(state.lanes, 1, 1, 1), norm)
+        shared = self.front(images) if isinstance(images, Tensor) and self.prefix else images
+        if isinstance(shared, Features):
+            shared = replace(shared, values=shared.values.repeat(state.lanes, 1, 1, 1))
+        return self(state, shared.repeat(state.lanes, 1, 1, 1) if isinstance(shared, Tensor) else shared, norm)
 
     def __call__(
         self,
         state: State,
-        images: Tensor | Stem,
+        images: Front,
         norm: Norm = "running",
         dropout: Tensor | None = None,
         slots: Slots | None = None,
@@ -181,11 +201,7 @@ class LaneModel:
         params = state.params
         if self.compute is not None:
             params = {n: t.to(self.compute) for n, t in params.items()}
-        if isinstance(images, Stem):
-            images = images.by(state.lanes)
-        else:
-            images = images if self.compute is None else images.to(self.compute)
-            images = images.contiguous(memory_format=torch.channels_last) if images.is_cuda else images
+        images = self._entering(images, state.lanes)
         tensors = {**params, **state.buffers}
         if dropout is not None:
             tensors.update(dict.fromkeys(self._dropouts, dropout))
@@ -199,6 +215,19 @@ class LaneModel:
             self.context.norm, self.context.slots = None, Slots()  # slots hold memory
         logits = logits.reshape(state.lanes, -1, logits.shape[-1])
         return logits.float() if logits.dtype == torch.bfloat16 else logits
+
+    def _entering(self, images: Front, lanes: int) -> Tensor | Stem:
+        """Returns what the trained part of the network takes, of images `[K·B, ...]` or what the front made of them."""
+        if isinstance(images, Stem):
+            return images.by(lanes)
+        if self.prefix is not None:
+            features = images if isinstance(images, Features) else self.prefix(self.computed(images))
+            if features.digest != self.prefix.digest:
+                raise ValueError("these features are another network's, or of other weights")
+            images = features.values
+        assert isinstance(images, Tensor), "features, and no prefix that made them"
+        images = self.computed(images)
+        return images.contiguous(memory_format=torch.channels_last) if images.is_cuda else images
 
     def _run(self, tensors: dict[str, Tensor], images: Tensor | Stem) -> Tensor:
         shared = {alias: tensors[name] for alias, name in self._shared.items()}
@@ -220,6 +249,8 @@ class LaneModel:
         if state.lanes != 1:
             raise ValueError(f"a plain module takes one lane, not {state.lanes}")
         module = copy.deepcopy(self.module, {id(self.context): Context()})  # plain torch, as it may move to a CPU
+        if self.prefix is not None:
+            self.prefix.put_back(module)
         module = module.to(next(iter(state.tensors())).dtype)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for source in (state.params, state.buffers):

@@ -163,11 +163,12 @@ def sizes_of(method: Method, lanes: LaneModel) -> dict[str, int]:
     """Returns the parameters that a client trains and sends each round, from the declarations that training uses."""
     parts, upload = method.parts, declared_upload(method, lanes)
     sizes = group_sizes(lanes.module, lanes.groups)
+    front = sum(p.numel() for p in lanes.prefix.module.parameters()) if lanes.prefix else 0
     return {
         "trained": parts.copies * sizes[parts.trains]["parameters"],
         "communicated": upload.parameters_per_lane(),
         "communicated_buffers": sum(t[0].numel() for t in upload.buffers.values()),
-        "full": sizes["full"]["parameters"],
+        "full": sizes["full"]["parameters"] + front,
     }
 
 

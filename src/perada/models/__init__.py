@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..lanes import Group, default_groups, key_of
 from ..plugins import called, check, find
 from .backbone import PACKAGES, Backbone
+from .efficientnet import MEAN, SCALES, STD, efficientnet_lite
 from .resnet import SHAPES, resnet
 from .weights import WEIGHTS, WeightReport, load_into, read_weights
 
@@ -30,12 +31,14 @@ __all__ = [
     "load_into",
     "names_code",
     "network_of",
+    "own_normalisation",
     "read_weights",
     "same_weights",
     "with_weights",
 ]
 
-BACKBONES = tuple(SHAPES)
+OURS: dict[str, Any] = {**SHAPES, **SCALES}
+BACKBONES = tuple(OURS)
 GROUP = "perada.backbones"  # of entry points
 
 
@@ -46,7 +49,7 @@ def known(name: str) -> None:
     """
     package, _, model = name.partition(":")
     if not (package in PACKAGES and model):
-        check("backbone", GROUP, name, SHAPES)
+        check("backbone", GROUP, name, OURS)
 
 
 def names_code(name: str) -> bool:
@@ -64,9 +67,12 @@ def backbone(name: str, classes: int, seed: int = 0, head: str = "") -> Backbone
     known(name)
     if name in SHAPES:
         return Backbone(resnet(name, classes, seed), head or "fc", name=name)
+    if name in SCALES:
+        net = efficientnet_lite(name, classes, seed)
+        return Backbone(net, head or "fc", SCALES[name].size, (MEAN,) * 3, (STD,) * 3, name)
     package, _, model = name.partition(":")
     make: Callable[..., Any] = (
-        partial(PACKAGES[package], model) if package in PACKAGES else find("backbone", GROUP, name, SHAPES)
+        partial(PACKAGES[package], model) if package in PACKAGES else find("backbone", GROUP, name, {})
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key_of(seed, "backbone") & (2**63 - 1))
@@ -88,6 +94,14 @@ def backbone(name: str, classes: int, seed: int = 0, head: str = "") -> Backbone
 def network_of(name: str, classes: int) -> Backbone:
     """Returns a backbone with random weights; the same object for the same arguments."""
     return backbone(name, classes)
+
+
+def own_normalisation(name: str, classes: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns the mean and standard deviation per channel of the images that a backbone expects, or refuses it."""
+    made = network_of(name, classes)
+    if made.mean is None or made.std is None:
+        raise InputError(f"backbone {made.name!r} has no normalisation of its own: set DataOptions.normalise to data")
+    return made.mean, made.std
 
 
 @lru_cache

@@ -5,13 +5,15 @@
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..lanes import LaneBatchNorm, Stem, key_of, ops_for
+
+Net = TypeVar("Net", bound=nn.Module)
 
 
 def normed(norm: nn.Module, x: Tensor, add: Tensor | None = None) -> Tensor:
@@ -85,7 +87,7 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """Stages of blocks; every stage but the first halves the resolution."""
 
-    stem = "conv1", "maxpool"  # may be applied beforehand: see LaneModel.stem
+    stem = "conv1", "maxpool"  # may be applied beforehand: see LaneModel.front
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class ResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.relu = nn.ReLU()
         self.maxpool = nn.Identity() if small_stem else nn.MaxPool2d(3, 2, 1)
-        self.stages = len(blocks)
+        self.layers = [f"layer{i + 1}" for i in range(len(blocks))]
         inputs = widths[0]
         for i, (count, width) in enumerate(zip(blocks, widths, strict=True)):
             stage = nn.Sequential()
@@ -112,14 +114,19 @@ class ResNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(inputs, classes)
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The names of its parts in the order of computing. ReLU may follow a ReLU where the first are cut off."""
+        return ("conv1", "bn1", "relu", "maxpool", *self.layers)
+
     def forward(self, images: Tensor | Stem) -> Tensor:
         x: Any = images if isinstance(images, Stem) else self.conv1(images)
         if isinstance(self.bn1, LaneBatchNorm):
             x = self.bn1.and_pool(x, self.maxpool)
         else:
             x = self.maxpool(normed(self.bn1, x))
-        for i in range(self.stages):
-            x = self.get_submodule(f"layer{i + 1}")(x)
+        for name in self.layers:
+            x = self.get_submodule(name)(x)
         if x.shape[2:] != (1, 1):
             x = self.avgpool(x)
         return self.fc(x.flatten(1))  # type: ignore[no-any-return]
@@ -133,16 +140,18 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool, type[BasicBlock]
 }
 
 
-def resnet(name: str, classes: int, seed: int = 0) -> ResNet:
-    """Returns a randomly initialised network, with He's normal draw for convolutions, as torchvision has it."""
-    blocks, widths, small_stem, block = SHAPES[name]
-    with torch.device("meta"):
-        net = ResNet(blocks, widths, classes, small_stem, block)
+def drawn(net: Net, seed: int) -> Net:
+    """Returns a network of the device "meta" on the CPU, with first weights that depend on the seed alone.
+
+    Convolutions have He's normal draw, as in torchvision.
+    """
     net.to_empty(device="cpu")
     draw = torch.Generator().manual_seed(key_of(seed, "backbone") & (2**63 - 1))
     for layer in net.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu", generator=draw)
+            if layer.groups > 1:  # torch counts the outputs of all groups
+                layer.weight.data.mul_(layer.groups**0.5)
         elif isinstance(layer, nn.BatchNorm2d):
             layer.reset_parameters()
         elif isinstance(layer, nn.Linear):
@@ -150,3 +159,11 @@ def resnet(name: str, classes: int, seed: int = 0) -> ResNet:
             nn.init.uniform_(layer.weight, -bound, bound, generator=draw)
             nn.init.uniform_(layer.bias, -bound, bound, generator=draw)
     return net
+
+
+def resnet(name: str, classes: int, seed: int = 0) -> ResNet:
+    """Returns a randomly initialised network."""
+    blocks, widths, small_stem, block = SHAPES[name]
+    with torch.device("meta"):
+        net = ResNet(blocks, widths, classes, small_stem, block)
+    return drawn(net, seed)

@@ -12,8 +12,17 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..inputs import user_path
+from .efficientnet import SCALES, own_names, weights_file
 
-WEIGHTS = ("embedded", "torchvision", "timm", "fedavg", "random")  # what ModelOptions.weights may be besides a file
+WEIGHTS = (
+    "package",
+    "embedded",
+    "torchvision",
+    "timm",
+    "fedavg",
+    "random",
+)  # what ModelOptions.weights may be besides a file
+LITES = ", ".join(SCALES)
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,14 @@ class WeightReport:
 
 
 def read_weights(source: str, backbone: str) -> dict[str, Tensor]:
-    """Returns the tensors of `embedded`, `torchvision`, `timm`, a `.safetensors` or a `.pth` file by name (float32)."""
+    """Returns tensors by name (float32), of a `.safetensors` or `.pth` file, `package`, `embedded` or a library."""
+    if source == "package":
+        if backbone not in SCALES:
+            raise InputError(
+                f"no package has weights of {backbone!r}, only of {LITES}: set ModelOptions.weights to a file, or to "
+                "fedavg, as the preset folder-fedavg does"
+            )
+        return own_names(_read_file(weights_file(backbone)), backbone)
     if source == "embedded":
         asset = resources.files("perada") / "data" / "assets" / f"{backbone}.safetensors"
         with resources.as_file(asset) as path:

@@ -17,6 +17,7 @@ from ..runs.folder import RunFolder
 from ..runs.further import further_scores
 from ..runs.moment import Evaluation
 from ..runs.run import Run
+from .worth import Worth
 
 PERSONAL = {
     "local_test": ("Local-test", "each client's personal model on that client's own test images"),
@@ -137,6 +138,11 @@ def pretraining_of(run: Run, summary: Mapping[str, Any]) -> Traffic | None:
     return Traffic(told["bytes_up"], told["bytes_down"], told["round"]) if told else None
 
 
+def worth_of(run: Run) -> Worth:
+    """Returns what the scores of a finished run are worth."""
+    return Worth(_summary(run), run.folder.about().get("clients", {}))
+
+
 class Facts:
     """What a report says about one run."""
 
@@ -148,7 +154,7 @@ class Facts:
         self.finished = bool(summary) and summary["round"] >= (self.rows[-1].round if self.rows else 0)
         newest = self.rows[-1] if self.rows else None
         self.last = Evaluation.read(summary) if self.finished else newest
-        self.mishaps = [*partial_means(self.last), *mishaps(self.rows)]
+        self.mishaps, self.worth = [*partial_means(self.last), *mishaps(self.rows)], worth_of(run)
         self.data = str(summary.get("data") or run.config.data.name)
         auc = summary["metric"] == "auc" if "metric" in summary else holdings and run.federation.multilabel
         self.unit = "AUC" if auc else "accuracy"

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import __version__
 from ..callbacks import Callback, Metrics, OnRound, check_callbacks
 from ..client.cohort import SPLITS, LocalCohort
-from ..client.scores import all_scores_on, personal_thresholds
+from ..client.scores import all_scores_on, majority_scores, personal_thresholds
 from ..config import Config, build, describe, federation_of, resolve
 from ..config.settings import given, path_text
 from ..data import Federation, named_sets
@@ -356,6 +356,7 @@ def summary_of(run: Run, experiment: Experiment, row: Evaluation) -> dict[str, A
         "cohort": experiment.train.cohort or len(experiment.clients),
         "guarded": experiment.distill.guard != "none",
         "parameters": sizes_of(experiment.method, experiment.model),
+        "majority": {split: scores.as_dict() for split, scores in majority_scores(federation).items()},
         "versions": {"perada": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": str(experiment.device),
         "precision": precision_of(experiment.options.precision, experiment.device),

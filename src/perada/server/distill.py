@@ -23,13 +23,13 @@ from ..errors import InputError
 from ..fields import check_fields
 from ..lanes import (
     Batch,
+    Front,
     LaneModel,
     Loss,
     Norm,
     Options,
     Result,
     State,
-    Stem,
     Update,
     adam,
     adam_states,
@@ -127,7 +127,7 @@ STATISTICS = 30  # batches after which running statistics have forgotten almost 
 def teacher_logits(
     model: LaneModel,
     teachers: State,
-    images: Sequence[Tensor | Stem],
+    images: Sequence[Front],
     norm: Literal["public", "running"],
     lanes_at_once: int = 0,
     which: Sequence[int] | None = None,
@@ -149,7 +149,7 @@ def teacher_logits(
 
 
 def _on_chunks(
-    model: LaneModel, lanes: State, images: Sequence[Tensor | Stem], which: Sequence[int], mode: Norm, limit: int
+    model: LaneModel, lanes: State, images: Sequence[Front], which: Sequence[int], mode: Norm, limit: int
 ) -> Tensor:
     """Returns `[chunks, K, B, classes]`. Chunks that are kept behind the first layer run as lanes, a few at a time."""
     if not isinstance(images, Chunks) or images.stems is None:
@@ -177,9 +177,7 @@ def _loss(temperature: float, multilabel: bool) -> Loss:
 class PublicBatches:
     """Gives step r chunk r mod n of the public images, with the teachers' logits on it; r counts from `first`."""
 
-    def __init__(
-        self, images: Sequence[Tensor | Stem], targets: Tensor, key: Tensor, capacity: int, first: int = 0
-    ) -> None:
+    def __init__(self, images: Sequence[Front], targets: Tensor, key: Tensor, capacity: int, first: int = 0) -> None:
         self.images, self.targets, self.key = images, targets, key  # targets [chunks, B, classes], key int64 [1]
         self.capacity, self.first = capacity, torch.full((1,), first, device=key.device)
 
@@ -223,7 +221,7 @@ def distill(
     model: LaneModel,
     student: State,
     teachers: State,
-    images: Sequence[Tensor | Stem],
+    images: Sequence[Front],
     options: Distill,
     multilabel: bool,
     key: int,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..lanes import LaneModel, State, Stem, flattened, key_of, stack
+from ..lanes import Front, LaneModel, State, flattened, key_of, stack
 from .aggregate import MEAN, Rule
 from .distill import Distill, distill
 
@@ -61,7 +61,7 @@ class Server:
     """What a method sees of the server in one round: weights for the mean, and the public data."""
 
     model: LaneModel
-    images: Sequence[Tensor | Stem]  # prepared public chunks; empty where there are none
+    images: Sequence[Front]  # prepared public chunks; empty where there are none
     options: Distill
     multilabel: bool
     round: int

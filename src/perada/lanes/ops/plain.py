@@ -14,8 +14,8 @@ from ..random import fold
 from ..state import like
 
 if TYPE_CHECKING:
+    from ..front import Stem
     from ..layers import LaneBatchNorm, LaneConv2d, ResidualAdapter
-    from ..stem import Stem
 
 Tensors = Sequence[Tensor]
 Branch = Callable[[Tensor], Tensor]

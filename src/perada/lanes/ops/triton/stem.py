@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ...stem import Stem
+from ...front import Stem
 from ..plain import Ops, Statistics
 from .launch import launch
 from .norm import Saved, Settings, affine_sums, fits, grads_of, stride_of, unslotted
