@@ -266,8 +266,8 @@ def load(
 ) -> Run:
     """Opens a run folder, on this machine's device.
 
-    data: where your own images are now, if they moved. set: other settings for its predictions, such as
-    `{"drift.window": 8}`.
+    data: where your own images are now, if they moved. set: other settings of how its predictions notice
+    drift.
     model, federation: those of a run made from Python objects, which the folder cannot hold.
     """
     not_empty("--data", data)
