@@ -2,8 +2,8 @@
 
     python benchmarks/drift.py [--backbone resnet18] [--size 32] [--batch 32]
 
-Prints medians and quartiles of milliseconds per batch, and the median ratio to the personal model alone. "kept" are both
-lanes behind a first layer whose output is kept.
+Prints medians and quartiles of milliseconds per batch, and the median ratio to the personal model alone. "kept" are
+both lanes behind a first layer whose output is kept.
 """
 
 from __future__ import annotations
