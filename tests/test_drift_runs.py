@@ -381,3 +381,8 @@ def test_scores_that_were_not_written_are_refused(home: Path, edit: dict[str, An
     wrong = {**written["alone"]["mixed"], "per_client": {"client-00": math.inf}}
     with pytest.raises(ValueError, match="not a share"):
         DriftScores.read({**written, "alone": {**written["alone"], "mixed": wrong}})
+
+
+def test_drift_is_not_tested_on_what_it_was_calibrated_on(home: Path) -> None:
+    with pytest.raises(InputError, match="leave out val"):
+        opened(home).drift_scores(["local", "val"])
