@@ -50,7 +50,7 @@ Found = dict[str, dict[str, dict[str, list[float]]]]  # test -> rule -> client -
 
 def knowledge(run: Run) -> list[Known]:
     """Returns what each client knows before it sees a test image."""
-    data, model = run.federation, run.experiment.model
+    data, model = run.in_order(run.federation), run.experiment.model
     personal, shared = run.experiment.both_models()
     indices = [c.val for c in data.clients]
     v, w = own_logits(model, personal, data, indices), own_logits(model, shared, data, indices)
@@ -65,7 +65,7 @@ def knowledge(run: Run) -> list[Known]:
 
 def test_rows(run: Run) -> dict[str, list[Indices]]:
     """Returns each client's images per test, as numbers in Global-test, in the order in which they come."""
-    data = run.federation
+    data = run.in_order(run.federation)
     judge = scorer(run.experiment, data, run.calibrations)
     rows = {name: judge.rows(key) for name, key in (("Local", "local"), ("Global", "global"), ("mixed", "mixed"))}
     rows["others"] = [
@@ -76,7 +76,7 @@ def test_rows(run: Run) -> dict[str, list[Indices]]:
 
 def measure(run: Run, windows: tuple[int, ...] = (1, 8, 32), kinds: Sequence[str] = KINDS) -> dict[str, Any]:
     """Returns accuracies in % by test, rule and client, and how often windows drifted."""
-    data, known, rows = run.federation, knowledge(run), test_rows(run)
+    data, known, rows = run.in_order(run.federation), knowledge(run), test_rows(run)
     named, found = rules(run.config.drift, windows), Found()
     names = [c.name for c in data.clients]
 
@@ -113,7 +113,7 @@ def measure(run: Run, windows: tuple[int, ...] = (1, 8, 32), kinds: Sequence[str
 
 def _logits(run: Run, images: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Returns the logits of the personal models, of the global one, and of fixed mixes of their weights (WiSE-FT)."""
-    data, model = run.federation, run.experiment.model
+    data, model = run.in_order(run.federation), run.experiment.model
     personal, shared = run.experiment.both_models()
     every = repeat(shared, personal.lanes)
     v, w = (logits_of(model, lanes, data, images) for lanes in (personal, shared))

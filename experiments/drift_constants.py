@@ -39,7 +39,7 @@ class Client:
 
 def clients_of(run: Run) -> Iterator[Client]:
     """Yields the clients of a finished run, each one twice: cross-fitted by every second validation image."""
-    data, experiment, whole = run.federation, run.experiment, run.experiment.global_model
+    data, experiment, whole = run.in_order(run.federation), run.experiment, run.experiment.global_model
     assert whole is not None
     lanes = experiment.personal()
     v, w = (logits_on(experiment.model, of, data, data.val).cpu() for of in (lanes, whole))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -357,3 +358,31 @@ def test_the_table_has_a_row_that_notices_drift(home: Path) -> None:
     for split in ("local_test", "global_test"):
         assert f"{run.summary['drift']['aware'][split]['mean']:.2f}" in row
     assert "windows of 8 images" in text
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"window": "many"},
+        {"picture": {"home": [1e999]}},
+        {"picture": {"home": [-1]}},
+        {"aware": {}},
+        {"alone": None},
+        {"alarms": 3},
+    ],
+)
+def test_scores_that_were_not_written_are_refused(home: Path, edit: dict[str, Any]) -> None:
+    from perada.predict.scores import DriftScores
+
+    written = opened(home).summary["drift"]
+    assert DriftScores.read(written).as_dict() == written
+    with pytest.raises((AttributeError, KeyError, TypeError, ValueError)):
+        DriftScores.read({**written, **edit})
+    wrong = {**written["alone"]["mixed"], "per_client": {"client-00": math.inf}}
+    with pytest.raises(ValueError, match="not a share"):
+        DriftScores.read({**written, "alone": {**written["alone"], "mixed": wrong}})
+
+
+def test_drift_is_not_tested_on_what_it_was_calibrated_on(home: Path) -> None:
+    with pytest.raises(InputError, match="leave out val"):
+        opened(home).drift_scores(["local", "val"])

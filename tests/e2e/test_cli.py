@@ -40,6 +40,7 @@ def test_train_writes_a_run_folder_and_prints_a_table(tmp_path: Path, capsys: py
         "data.json",
         "metrics.jsonl",
         "summary.json",
+        "drift.json",
         "checkpoints",
         "report.html",
     }

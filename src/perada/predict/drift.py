@@ -40,7 +40,7 @@ class Drift:
     prior: Literal["uniform", "public", "shared"] = "uniform"  # where g comes from: docs/drift.md says what is sent
     mix: float = 0.6  # a, the global model's part, where few validation images say otherwise
     strength: float = 0.3  # how strongly a and τ are pulled towards `mix` and 1
-    multilabel: bool = False  # whether multi-label data get it too, where it did not help
+    multilabel: bool = False  # whether multi-label data get it too, where it gained next to nothing
 
     def __post_init__(self) -> None:
         check_fields(self, {"window": 1}, positive=("threshold", "strength"))

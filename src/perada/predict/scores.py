@@ -17,6 +17,7 @@ from ..lanes import LaneModel, State, rng_of
 from .drift import Answer, Calibration, Drift, answer
 
 BINS = 40  # of the picture of s
+MOST = 10**12  # a larger count is not one that was written
 EDGES = (-8.0, 4.0)  # of that picture, in standard deviations from home; what is beyond counts at the edge
 OWN = ("local", "global", "mixed")  # test sets that every run has
 NAMES = {"local": "local_test", "global": "global_test"}
@@ -40,12 +41,15 @@ class DriftScores:
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> DriftScores:
         """Returns what `as_dict` wrote. Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
-        parts = ({name: Scores.read(s) for name, s in written[key].items()} for key in ("alone", "aware"))
-        picture = {name: [int(n) for n in written["picture"][name]] for name in written["picture"]}
-        for scores in (alone := dict(next(parts)), aware := dict(next(parts))):
-            for one in scores.values():
-                _ = one.mean  # numbers, or an error
-        return cls(int(written["window"]), alone, aware, picture, dict(written["alarms"]))
+        alone, aware = ({n: Scores.read(s) for n, s in written[key].items()} for key in ("alone", "aware"))
+        values = [v for of in (alone, aware) for one in of.values() for v in one.per_client.values()]
+        counts = [written["window"], *(n for row in written["picture"].values() for n in row)]
+        if not all(v is None or (isinstance(v, int | float) and 0 <= v <= 100) for v in values):
+            raise ValueError("a score that is not a share in percent")
+        if not all(isinstance(n, int) and 0 <= n < MOST for n in counts) or alone.keys() != aware.keys():
+            raise ValueError("a value of another kind than was written")
+        picture = {name: list(row) for name, row in written["picture"].items()}
+        return cls(written["window"], alone, aware, picture, dict(written["alarms"]))
 
 
 class DriftScorer:

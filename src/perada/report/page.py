@@ -254,7 +254,7 @@ def _drift(runs: Sequence[Facts]) -> Iterator[Aware]:
             )
             for n, (one, other) in zip(names, both, strict=True)
         ]
-        shown = {KINDS[kind]: counts for kind, counts in found.picture.items()}
+        shown = {KINDS.get(kind, kind): counts for kind, counts in found.picture.items()}
         if shown:
             title, about = "How much images look like home", "The statistic s of every client, from its own mean."
             figures.append(Figure(title, about, likenesses(title, shown, EDGES)))
@@ -263,7 +263,7 @@ def _drift(runs: Sequence[Facts]) -> Iterator[Aware]:
             window=found.window,
             rows=[(TITLES[n], (a.mean, a.std), (b.mean, b.std)) for n, (a, b) in zip(names, both, strict=True)],
             head=[title for n in names for title in (TITLES[n], "+ drift")],
-            clients=[(c, [s.per_client[c] for pair in both for s in pair]) for c in both[0][0].per_client],
+            clients=[(c, [s.per_client.get(c) for pair in both for s in pair]) for c in run.clients],
             figures=figures,
         )
 

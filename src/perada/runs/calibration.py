@@ -24,8 +24,8 @@ def check_labels(federation: Federation, options: Drift) -> None:
     """Refuses multi-label data, unless they are asked for."""
     if federation.multilabel and not options.multilabel:
         raise InputError(
-            "predictions that notice drift are off for multi-label data, where they did not help (docs/drift.md): set "
-            "Drift.multilabel=true to use them all the same"
+            "predictions that notice drift are off for multi-label data, where they gain next to nothing "
+            "(docs/drift.md): set Drift.multilabel=true to use them all the same"
         )
 
 

@@ -200,7 +200,7 @@ class Run:
         saved = load_calibrations(self.folder, options, experiment.now.round)
         if saved is not None and saved.keys() >= set(self.clients):
             return saved
-        data = self._in_order(self.federation)
+        data = self.in_order(self.federation)
         public = public_of(self.config, data) if options.prior == "public" else None
         return calibrated(experiment, data, public)
 
@@ -219,7 +219,12 @@ class Run:
         on: `local`, `global`, `mixed` (half of a client's images are its own, half are everybody's), or a test set of
         `data.named_sets`. Images come in a random order, which depends on the run's seed.
         """
-        names, data = [on] if isinstance(on, str) else list(on), self._in_order(self.federation)
+        names = [on] if isinstance(on, str) else list(on)
+        if "val" in names:
+            raise InputError(
+                "clients are calibrated on their validation data, so drift is not tested on them: leave out val"
+            )
+        data = self.in_order(self.federation)
         judge = scorer(self.experiment, data, self.calibrations)
         judge.own([n for n in names if n in OWN_SETS])
         lanes = self.experiment.both_models()
@@ -231,7 +236,7 @@ class Run:
         order = [NAMES.get(name, name) for name in names]
         return replace(found, alone={n: found.alone[n] for n in order}, aware={n: found.aware[n] for n in order})
 
-    def _in_order(self, data: Federation) -> Federation:
+    def in_order(self, data: Federation) -> Federation:
         """Returns the federation with its clients in the order of the lanes."""
         by_name = {c.name: c for c in data.clients}
         return replace(data, clients=tuple(by_name[name] for name in self.clients))
@@ -289,8 +294,7 @@ def load(
 ) -> Run:
     """Opens a run folder, on this machine's device.
 
-    data: where your own images are now, if they moved. set: other settings for its predictions, such as
-    `{"drift.window": 8}`.
+    data: where your own images are now, if they moved. set: other settings of how predictions notice drift.
     model, federation: those of a run made from Python objects, which the folder cannot hold.
     """
     not_empty("--data", data)
