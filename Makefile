@@ -43,13 +43,13 @@ LOWEST := .lowest
 $(LOWEST)/.installed: pyproject.toml tools/lowest.py
 	$(PYTHON) -m venv --clear $(LOWEST)
 	$(PYTHON) tools/lowest.py > $(LOWEST)/constraints.txt
-	$(LOWEST)/bin/python -m pip install --quiet --constraint $(LOWEST)/constraints.txt --editable '.[onnx,tensorboard]' onnxruntime pytest pytest-xdist
+	$(LOWEST)/bin/python -m pip install --quiet --constraint $(LOWEST)/constraints.txt --editable '.[onnx,tensorboard,dicom]' onnxruntime pytest pytest-xdist
 	@touch $@
 
 test-lowest: $(LOWEST)/.installed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -n 2 tests/test_offline.py tests/test_config.py tests/data/test_images.py \
-	tests/data/test_from_memory.py tests/test_run_folders.py tests/test_resume.py tests/test_report.py tests/test_evaluate.py \
-	tests/models/test_weights.py tests/e2e/test_using_runs.py
+	tests/data/test_fit.py tests/data/test_dicom.py tests/data/test_from_memory.py tests/test_run_folders.py tests/test_resume.py \
+	tests/test_report.py tests/test_evaluate.py tests/models/test_weights.py tests/e2e/test_using_runs.py
 
 # A part of the tests with each Python from 3.11 to 3.13 that is here, in an environment of its own.
 SOME_TESTS := tests/test_offline.py tests/test_config.py tests/data/test_from_memory.py tests/test_run_folders.py \

@@ -86,6 +86,7 @@ names = [m.name for m in pkgutil.walk_packages(perada.__path__, "perada.")]
 names = [n for n in names if ("triton" not in n or "triton" in here) and (".flower" not in n or "flwr" in here)]
 theirs = [n for n in names if n.startswith("perada.flower")]
 optional = {"torchvision", "timm", "flwr", "ray", "onnx", "onnxscript", "onnxruntime", "tensorboard", "matplotlib"}
+optional |= {"pydicom"}
 for room in ([n for n in names if n not in theirs], theirs):
     for name in room:
         __import__(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -80,3 +81,17 @@ def test_many_pictures_are_predicted_in_parts(run: Path, scans: Path, monkeypatc
     monkeypatch.setattr("perada.predict.pictures.TOGETHER", 128)  # two pictures of 8×8
     for found, one in zip(opened.predict("client-02", scans), wanted, strict=True):
         assert found["probabilities"] == pytest.approx(one["probabilities"], abs=1e-6)
+
+
+def test_the_fit_is_the_runs_and_an_older_folder_means_crop(run: Path, tmp_path: Path) -> None:
+    wide = picture(tmp_path / "wide.png")
+    old = Path(shutil.copytree(run, tmp_path / "old"))
+    text = (run / "config.toml").read_text()
+    assert 'fit = "crop"\n' in text
+    shares = []
+    for line in ('fit = "crop"\n', "", 'fit = "pad"\n'):
+        (old / "config.toml").write_text(text.replace('fit = "crop"\n', line))
+        (one,) = perada.load(old, say=lambda line: None).predict("client-01", wide)
+        shares.append(one["probabilities"])
+    assert shares[0] == shares[1]
+    assert shares[0] != shares[2]

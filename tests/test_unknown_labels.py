@@ -154,6 +154,11 @@ def test_a_run_with_unknown_labels(scans: Path, tmp_path: Path, capsys: pytest.C
     assert found["bright"] is not None
     (one,) = run.predict("b", scans.parent / "3.png")
     assert one["thresholds"] == {"bright": chosen["b"]["bright"] or 0.5, "odd": 0.5}
+    capsys.readouterr()
+    assert cli.main(["predict", str(run.path), "--client", "b", str(scans.parent / "3.png")]) == 0
+    table = capsys.readouterr().out
+    present = [name for name, p in one["probabilities"].items() if p >= one["thresholds"][name]]
+    assert table.count("(present)") == len(present)
     run.export("b", tmp_path / "b.pt2")
     files = {"perada.json": ""}
     torch.export.load(tmp_path / "b.pt2", extra_files=files)

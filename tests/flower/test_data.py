@@ -41,14 +41,14 @@ def test_float64_is_carried_as_it_is(tmp_path: Path) -> None:
 def test_folders_of_images_without_a_declared_split(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Each site has class/image.png; the simulator site/class/image.png. North has never seen a cat, and names in its
     own log the file that it skips."""
-    world = make_world(tmp_path, train__rounds=2, data__size=12, distill__steps=0)
+    world = make_world(tmp_path, train__rounds=2, data__size=12, data__fit="pad", distill__steps=0)
     rng = np.random.default_rng(0)
     for site, classes in (("east", ("cat", "dog")), ("north", ("ant", "dog")), ("west", ("ant", "cat", "dog"))):
         for kind in classes:
             for folder in (tmp_path / site / "images" / kind, tmp_path / "all" / site / kind):
                 folder.mkdir(parents=True)
             for i in range(9):
-                image = Image.fromarray(rng.integers(0, 255, (14, 14, 3), np.uint8))
+                image = Image.fromarray(rng.integers(0, 255, (14, 18, 3), np.uint8))
                 image.save(tmp_path / site / "images" / kind / f"{i}.png")
                 image.save(tmp_path / "all" / site / kind / f"{i}.png")
         edit(tmp_path / site / "site.toml", ('"data.npz"', '"images"'))
@@ -57,7 +57,9 @@ def test_folders_of_images_without_a_declared_split(tmp_path: Path, capfd: pytes
     edit(tmp_path / "server.toml", ("channels = 1", "channels = 3"), (_digits(), '["ant", "cat", "dog"]'))
     world.settings = ServerSettings.read(tmp_path / "server.toml")
     path, _ = run(world)
-    assert f"site north: cannot read {bad}: skipped" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert f"site north: cannot read {bad}: skipped" in said
+    assert "at the sides" not in said, "the sites were told to pad"
     config = world.simulated
     world = _Joined(world.home, world.settings, str(tmp_path / "all"))
     assert world.simulated != config

@@ -180,13 +180,15 @@ def catalogue(entries: Sequence[Entry], home: Path) -> Table:
 
 
 def predictions(images: Sequence[Mapping[str, Any]]) -> Table:
-    """Returns the most probable classes of each image, or all labels of multi-label data."""
+    """Returns the most probable classes of each image, or all labels of multi-label data and which are present."""
     table = house_table(None, "image", "prediction")
     table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"  # a long path leaves the prediction whole
     for one in images:
         best = list(one["probabilities"].items())[: None if one["multilabel"] else 3]
-        drift = "   (drift)" if one.get("drift") else ""
-        table.add_row(one["image"], ", ".join(f"{name} {p:.1%}" for name, p in best) + drift)
+        least = one.get("thresholds", {})
+        present = {name for name, p in best if name in least and p >= least[name]}
+        shares = [f"{name} {p:.1%}{' (present)' if name in present else ''}" for name, p in best]
+        table.add_row(one["image"], ", ".join(shares) + ("   (drift)" if one.get("drift") else ""))
     return table
 
 

@@ -253,10 +253,10 @@ def _labels(where: str, labels: Any, count: int) -> Array:
     if count == 0:
         raise InputError(f"{where}: no images in it")
     if y.ndim == 2:
-        blank = np.isnan(y) if y.dtype.kind == "f" else np.zeros(y.shape, np.bool_)
+        blank = np.isnan(y) if y.dtype.kind == "f" else False
         if y.dtype.kind not in "biuf" or not (np.isin(y, (0, 1)) | blank).all():
             raise InputError(f"{where}: labels {list(y.shape)} must be 0 or 1 everywhere, or NaN where not known")
-        return np.where(blank, UNKNOWN, y)
+        return y if blank is False else np.where(blank, UNKNOWN, y)
     if y.dtype.kind == "O" and all(isinstance(name, str) for name in y):  # as pandas has text
         return y.astype(np.str_)
     if y.dtype.kind not in "biuU":

@@ -65,7 +65,7 @@ class Program(nn.Module):
         return probabilities
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Returns what `data.fit.fitted` does, float64 `[batch, 3, height, width]`."""
+        """Returns what `fitted` in data/fit.py does, float64 `[batch, 3, height, width]`."""
         rows = torch.arange(images.shape[1], dtype=torch.float64, device=images.device)
         columns = torch.arange(images.shape[2], dtype=torch.float64, device=images.device)
         down, across = self._plan(rows[-1] + 1, columns[-1] + 1)
