@@ -139,6 +139,8 @@ def test_everything_that_opens_a_run_opens_it(joined: Any, world: Path, capsys: 
     assert cli.main(["export", run, "--client", "south", "--out", str(world / "south.safetensors")]) == 0
     assert cli.main(["report", run]) == 0
     page = (new.path / "report.html").read_text("utf8")
+    assert new.summary["bytes_up"] == new.summary["parameters"]["communicated"] == 0, "it sends nothing"
+    assert ">0 <small>(0.0 %)</small>" in page
     assert "A new client" in page
     assert f"{new.summary['joined']['personal']['score']:.2f}" in page
     capsys.readouterr()

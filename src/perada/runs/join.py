@@ -224,6 +224,8 @@ def _written(
     for row in rows:
         folder.append_metrics(row.as_dict())
     experiment.save(folder)
-    folder.finish({**summary_of(run, experiment, rows[-1]), "joined": dict(joined)})
+    summary = summary_of(run, experiment, rows[-1])
+    sizes = {**summary["parameters"], "communicated": 0, "communicated_buffers": 0}  # it sends nothing
+    folder.finish({**summary, "parameters": sizes, "joined": dict(joined)})
     write_report([run], folder.path / "report.html")
     return run
