@@ -15,7 +15,7 @@ import perada
 from perada.cli import main as cli
 from perada.client.interval import interval, wilson
 from perada.data.digits import digits
-from perada.errors import InputError
+from perada.errors import InputError, RunError
 from perada.lanes import repeat
 from perada.methods import REGISTRY
 from perada.runs.join import default_rounds
@@ -139,6 +139,8 @@ def test_everything_that_opens_a_run_opens_it(joined: Any, world: Path, capsys: 
     assert cli.main(["export", run, "--client", "south", "--out", str(world / "south.safetensors")]) == 0
     assert cli.main(["report", run]) == 0
     page = (new.path / "report.html").read_text("utf8")
+    assert new.summary["bytes_up"] == new.summary["parameters"]["communicated"] == 0, "it sends nothing"
+    assert ">0 <small>(0.0 %)</small>" in page
     assert "A new client" in page
     assert f"{new.summary['joined']['personal']['score']:.2f}" in page
     capsys.readouterr()
@@ -218,6 +220,24 @@ def test_bad_input_is_one_line(world: Path, words: dict[str, Any], wrong: str) -
     with pytest.raises(InputError, match=wrong):
         perada.join(old, say=print, **given)
     assert not (world / "never").exists()
+
+
+@pytest.mark.parametrize("inside", ["", "new"])
+def test_the_old_folder_is_never_written_to(world: Path, inside: str) -> None:
+    old = trained(world, "perada")
+    before = tree(old.path)
+    with pytest.raises(InputError, match="stays as it is"):
+        perada.join(old, data=world / "new.npz", name="south", out=old.path / inside, overwrite=True)
+    assert tree(old.path) == before
+
+
+def test_a_full_disk_is_one_line(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*words: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("perada.runs.folder.RunFolder.save", full)
+    with pytest.raises(RunError, match=r"full: No space left on device.*join again"):
+        perada.join(trained(world, "perada"), data=world / "new.npz", name="south", rounds=1, out=world / "full")
 
 
 def test_intervals_by_hand() -> None:

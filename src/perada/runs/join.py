@@ -18,7 +18,7 @@ from ..client.scores import own_logits, score
 from ..config import Config, build
 from ..data import Federation
 from ..data.one_site import one_site
-from ..errors import Diverged, InputError
+from ..errors import Diverged, InputError, RunError
 from ..experiment import Experiment, Say
 from ..inputs import user_path
 from ..lanes import State
@@ -81,7 +81,9 @@ def join(
     The client runs the method's own client update so many times (rounds), always from the run's last global model. By
     default that is as often as a client of the run took part. `summary["joined"]` has the scores of the personal model,
     of a model that the client trained alone, and of the global model, on the client's own test images.
-    data: class/image files, a manifest or .npz, as for a site. run: a finished run, or its folder.
+    run: a finished run, or its folder.
+    data: class/image files, a manifest or .npz, as for a site.
+    rounds: how often the client update runs; a method with a last stage at the clients runs that stage once instead.
     """
     old = run if isinstance(run, Run) else load(run, device=device or "auto")
     _check(old, name)
@@ -102,13 +104,20 @@ def join(
         train=replace(old.config.train, rounds=times, cohort=0),
         run=replace(old.config.run, shifts=False, device=device or old.config.run.device),  # type: ignore[arg-type]
     )
+    path = Path(out) if out is not None else Path(f"{old.path}-{name}")
+    if old.path.resolve() in (path.resolve(), *path.resolve().parents):
+        raise InputError(
+            f"{old.path} stays as it is, so the new client needs a folder outside it: choose another --out"
+        )
     federation = one_site(options, name, old.names, device_of(config.run.device))
     newcomer = Newcomer(old, config, federation, _global(old))
     with ExitStack() as stack:
-        path = Path(out) if out is not None else Path(f"{old.path}-{name}")
         new = NewFolder(path, out is not None or overwrite, config, overwrite, stack)
         say(f"{name} trains {times} rounds from the global model of {old.path}")
-        return _trained(newcomer, new)
+        try:
+            return _trained(newcomer, new)
+        except OSError as error:
+            raise RunError(f"cannot write to {path}: {error.strerror}", "make room, then join again") from error
 
 
 def default_rounds(old: Run) -> int:
@@ -215,6 +224,8 @@ def _written(
     for row in rows:
         folder.append_metrics(row.as_dict())
     experiment.save(folder)
-    folder.finish({**summary_of(run, experiment, rows[-1]), "joined": dict(joined)})
+    summary = summary_of(run, experiment, rows[-1])
+    sizes = {**summary["parameters"], "communicated": 0, "communicated_buffers": 0}  # it sends nothing
+    folder.finish({**summary, "parameters": sizes, "joined": dict(joined)})
     write_report([run], folder.path / "report.html")
     return run
