@@ -123,7 +123,8 @@ def _section(state: State, figures: dict[str, str]) -> str:
 
 def _command(experiment: Experiment) -> str:
     """Returns an experiment's command; at 64 pixels the backbone has other running statistics."""
-    return COMMAND.format(name=experiment.name) + (" --statistics FILE" if experiment.file else "")
+    weights = " --weights FILE" if experiment.needs_weights else ""
+    return COMMAND.format(name=experiment.name, weights=weights) + (" --statistics FILE" if experiment.file else "")
 
 
 def _where(state: State) -> str:

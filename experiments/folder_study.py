@@ -1,7 +1,9 @@
 """Chooses the settings of the `folder` preset on validation data, by the rule in docs/folder.md.
 
 python -m experiments.folder_study sites SHARED SITES     # SHARED has the npz files of the X-rays and PACS
-python -m experiments.folder_study choose SITES           # prints a line per setting, and each step's winner
+python -m experiments.folder_study choose SITES LOG       # writes a line per setting and each step's winner
+
+A setting whose line is in the log is not run again.
 """
 
 from __future__ import annotations
@@ -128,30 +130,48 @@ STEPS: list[list[dict[str, Any]]] = [
 NEAR = 2.0  # points: settings so near to the best one count as equal
 
 
-def choose(sites: Path) -> None:
-    """Runs the steps; prints every setting's scores and each step's winner."""
+def measured(sites: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
+    """Trains a setting on all sets; returns its line of the log."""
+    began = time.monotonic()
+    each = {name: trained(sites, name, setting) for name in SETS}
+    return {
+        "setting": setting,
+        "score": round(float(np.mean([run[:2] for run in each.values()])), 2),
+        "bytes": max(run[2] for run in each.values()),
+        "local, global": {name: [round(value, 1) for value in run[:2]] for name, run in each.items()},
+        "seconds": round(time.monotonic() - began),
+    }
+
+
+def choose(sites: Path, log: Path) -> None:
+    """Runs the steps; writes every setting's scores and each step's winner."""
     best: dict[str, Any] = dict(START)
+    known = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+
+    def write(line: dict[str, Any]) -> None:
+        if line not in known:
+            known.append(line)
+            with log.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
     for step in STEPS:
         rows = []
         for change in step:
-            setting, began = {**best, **change}, time.monotonic()
-            each = {name: trained(sites, name, setting) for name in SETS}
-            total = float(np.mean([run[:2] for run in each.values()]))
-            sent = max(run[2] for run in each.values())
-            rows.append((total, sent, setting))
-            scores = {name: [round(value, 1) for value in run[:2]] for name, run in each.items()}
-            about = {"score": round(total, 2), "bytes": sent, "local, global": scores}
-            print(json.dumps({**change, **about, "seconds": round(time.monotonic() - began)}), flush=True)
-        near = [row for row in rows if row[0] >= max(r[0] for r in rows) - NEAR]
-        best = min(near, key=lambda r: (r[1], r[2]["size"], r[2]["rounds"], -r[0]))[2]
-        print(json.dumps({"winner": best}), flush=True)
+            setting = {**best, **change}
+            line = next((row for row in known if row.get("setting") == setting), None) or measured(sites, setting)
+            write(line)
+            rows.append(line)
+        near = [row for row in rows if row["score"] >= max(r["score"] for r in rows) - NEAR]
+        first = min(near, key=lambda r: (r["bytes"], r["setting"]["size"], r["setting"]["rounds"], -r["score"]))
+        best = first["setting"]
+        write({"winner": best})
 
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["sites"] and len(arguments) == 3:
         write_sites(Path(arguments[1]), Path(arguments[2]))
-    elif arguments[:1] == ["choose"] and len(arguments) == 2:
-        choose(Path(arguments[1]))
+    elif arguments[:1] == ["choose"] and len(arguments) == 3:
+        choose(Path(arguments[1]), Path(arguments[2]))
     else:
         print(__doc__, file=sys.stderr)
         return 2

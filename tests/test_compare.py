@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import own_images
 import pytest
 import torch
 from small import SMALL, adapters, flags, tree
@@ -439,3 +440,16 @@ def test_resume_without_out_takes_the_newest(whole: Path, tmp_path: Path, monkey
         os.utime(shutil.copytree(whole, f"runs/{name}"), (1e9 - age, 1e9 - age))
     assert cli.main(["compare", "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["path"] == "runs/compare-digits-3"
+
+
+def test_on_ones_own_images_standalone_is_always_compared(tmp_path: Path) -> None:
+    for n in range(24):
+        own_images.picture(
+            tmp_path / "sites" / "ab"[n % 2] / ("dark", "light")[n // 2 % 2] / f"{n}.png", 100 * (n // 2 % 2)
+        )
+    said = list[str]()
+    small = {**own_images.TINY, "data.test": 0.25, "train.batch": 4}
+    chosen = {"methods": ["fedavg"], "data": tmp_path / "sites", "set": small, "out": tmp_path / "out"}
+    found = compare("folder", **chosen, say=said.append)
+    assert [row["name"] for row in found.table()] == ["standalone", "fedavg"]
+    assert any(line.startswith("standalone is compared, too") for line in said)

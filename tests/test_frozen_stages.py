@@ -223,6 +223,25 @@ class Opaque(nn.Module):
         return self.fc(self.first(x).mean((2, 3)))
 
 
+class Crossed(nn.Module):
+    """Its stages are not what its forward does."""
+
+    stages = "a", "b", "c"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.fc = (*(nn.Conv2d(3, 3, 1) for _ in "abc"), nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc((self.a(x) + self.b(x) + self.c(x)).mean((2, 3)))
+
+
+def test_stages_that_are_no_chain_are_refused() -> None:
+    with pytest.raises(InputError, match="the stages before 'b' are not where this network begins") as error:
+        experiment(sites(), "b", Crossed(), method=perada.methods.FedAvg())
+    assert "\n" not in str(error.value)
+
+
 def test_a_chain_of_ones_own_has_stages() -> None:
     block = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     net = nn.Sequential(nn.Conv2d(3, 4, 3), block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))

@@ -25,7 +25,7 @@ from .data import Federation
 from .data.public import Chunks
 from .errors import Diverged, InputError
 from .fields import made
-from .lanes import LaneModel, State, ops_for, repeat, rng_of
+from .lanes import LaneModel, Prefix, State, ops_for, repeat, rng_of
 from .lanes.machine import arithmetic, device_of, free_memory, precision_of
 from .methods import Finisher, Method, expected_upload
 from .models import BACKBONES, Backbone
@@ -99,7 +99,10 @@ class Experiment:
         self.adapter, self.head, self.train, self.distill = adapter_of(adapter), head, train, distill
         self.adapt_from, self.drift = adapt_from, drift
         if to_train:
-            Backbone(net, head or "").check((3, *federation.images.shape[-2:]), len(federation.classes))
+            image = 3, *federation.images.shape[-2:]
+            Backbone(net, head or "").check(image, len(federation.classes))
+            if adapt_from:
+                Prefix.check(net, adapt_from, image)
         self.model = lanes_of(net, method, self.adapter, head, self.options, adapt_from)
         self.cohort: Cohort = (
             cohort(self) if cohort else LocalCohort(self.model, self.federation, method, train, self.options.seed)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import assert_same_tensors
 
 from flower.wire import SITES, World, make_world, run
 from perada.config import build
+from perada.errors import InputError
 from perada.experiment import Experiment
+from perada.flower import client
 from perada.flower.messages import flat
 from perada.lanes import State
 from perada.methods import REGISTRY
+from perada.models import Backbone, network_of
 from perada.runs.folder import RunFolder
 
 
@@ -92,3 +96,32 @@ def test_a_site_alone_holds_out_what_it_would_in_a_simulation(tmp_path: Path) ->
             assert len(alone)
             assert work.federation.take(alone).equal(everybody.take(there))
             assert work.federation.labels(alone).equal(everybody.labels(there))
+
+
+LITE = {"model__backbone": "efficientnet_lite0", "model__weights": "package", "model__adapt_from": "stage7"}
+LITE |= {"data__normalise": "backbone", "method__name": "perada-no-kd", "train__rounds": 1}
+
+
+class Bare(Backbone):
+    """A backbone at a site that has not installed its weights."""
+
+    def load(self, weights: str) -> Any:
+        if weights == "package":
+            raise InputError("the ImageNet weights are not installed")
+        return super().load(weights)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_an_imagenet_backbone_is_installed_at_the_sites_or_sent_to_them(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(tmp_path, **LITE)
+    sim = simulated(world)
+    assert sim.federation.mean == network_of("efficientnet_lite0", 10).mean
+    if not installed:
+        real = client.planned_network
+        monkeypatch.setattr(client, "planned_network", lambda *which: Bare(**vars(real(*which))))
+    path, grid = run(world)
+    assert_same(world, path, sim)
+    sent = {(kind, site) for direction, site, kind, *_ in grid.log if direction == "down" and kind == "weights"}
+    assert sent == (set() if installed else {("weights", site) for site in SITES})

@@ -64,6 +64,25 @@ class Prefix:
             setattr(module.get_submodule(path), last, nn.Identity())
         return Prefix(stages)
 
+    @staticmethod
+    @torch.no_grad()
+    def check(net: nn.Module, start: str, image: Sequence[int]) -> None:
+        """Raises InputError if the network without its first stages, behind them, is not the network."""
+        whole = copy.deepcopy(net).eval()
+        rest = copy.deepcopy(whole)
+        prefix, like = Prefix.cut(rest, start), next(whole.parameters())
+        draw = torch.Generator().manual_seed(0)
+        images = torch.randn(2, *image, generator=draw).to(like)
+        try:
+            same = torch.allclose(rest(prefix(images).values), whole(images), rtol=1e-3, atol=1e-3)
+        except RuntimeError:  # of shapes that do not fit
+            same = False
+        if not same:
+            raise InputError(
+                f"the stages before {start!r} are not where this network begins: its `stages` must be the names of "
+                "submodules of which each gets the output of the one before"
+            )
+
     def put_back(self, module: nn.Module) -> None:
         """Puts copies of the stages where they were."""
         for name, stage in self.stages.items():

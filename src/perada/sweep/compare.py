@@ -21,6 +21,8 @@ from ..runs.train import train
 from .plan import Plan, begun, check_all, choose_methods, keep_backbone, shared_backbone
 from .workers import OnRun, Train, train_all
 
+ALONE = "standalone"  # on your own images always compared: is it worth joining?
+
 
 class Comparison(Plan):
     """The folder of a comparison: the plan, a run folder per method and seed, and the tables of what is finished."""
@@ -87,7 +89,8 @@ def compare(
     if seeds is not None and seeds < 1:
         raise InputError(f"--seeds must be at least 1, not {seeds}")
     comparison, chosen = Comparison.at(source, data, out, resume)
-    new, here = () if resume else _planned(chosen, choose_methods(methods), seeds or 1, settings), moved(settings)
+    new = () if resume else _planned(chosen, choose_methods(methods), seeds or 1, settings, say)
+    here = moved(settings)
     federation = check_all(new[1].values()) if new else None
     with comparison.working(*new):
         federation = federation or _continue(comparison, source, methods, seeds, settings)
@@ -101,10 +104,13 @@ def compare(
 
 
 def _planned(
-    source: str, methods: list[str], seeds: int, settings: Settings
+    source: str, methods: list[str], seeds: int, settings: Settings, say: Say
 ) -> tuple[dict[str, Any], dict[str, Config], str]:
     """Returns a new plan, its configurations and its source."""
     config = resolve(source, for_method(methods[0], settings, methods))
+    if config.data.name == "folder" and ALONE not in methods:
+        say(f"{ALONE} is compared, too: it shows what each site reaches without the others")
+        methods = [*methods, ALONE]
     numbers = list(range(config.run.seed, config.run.seed + seeds))
     plan = {"source": whole_name(source), "methods": methods, "seeds": numbers, "set": absolute(settings, config)}
     return plan, _configs(source, plan), source
