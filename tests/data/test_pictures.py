@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
 import subprocess
 import sys
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,21 @@ def test_long_images_take_little_memory(tmp_path: Path) -> None:
 def test_too_many_pixels(width: int, height: int, tmp_path: Path) -> None:
     (tmp_path / "x.png").write_bytes(png(width, height, rows=b""))
     refused(tmp_path / "x.png", "89,478,485")
+
+
+def test_a_length_that_the_file_does_not_have(tmp_path: Path) -> None:
+    """A PNG's chunk says it has 2 GB: a plain read would ask for them before it looks."""
+    content = bytearray(png(8, 8))
+    at = content.index(b"IDAT")
+    content[at - 4 : at] = (2**31 - 1).to_bytes(4, "big")
+    (tmp_path / "x.png").write_bytes(content)
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(InputError):
+            read_image(tmp_path / "x.png", 8)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(("width", "height"), [(0, 5), (5, 0), (0, 0)])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import InputError, unknown
-from ..inputs import user_path
+from ..inputs import printable, user_path
 from ..lanes import Features, LaneModel, normalised, ops_for, sent
 from .arrays import Pair, from_sites
 from .augment import AUGMENT, DRAWS, SALT, Augment, padding
@@ -298,7 +298,7 @@ def _of_files(path: str | Path, size: int, partition: str, options: Mapping[str,
 
 def _enough(clients: Sequence[Client]) -> None:
     """Refuses a site that cannot be trained: the server would average what it sent back unchanged."""
-    few = [f"{c.name} has {len(c.train)}" for c in clients if len(c.train) < LEAST]
+    few = [f"{printable(c.name)} has {len(c.train)}" for c in clients if len(c.train) < LEAST]
     if few:
         more = f" (and {len(few) - 3} more have too few)" if len(few) > 3 else ""
         raise InputError(

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
-from io import BytesIO
+from io import BufferedReader, BytesIO, FileIO
 from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
@@ -74,10 +74,22 @@ def read_and_measure(path: Path, size: int | tuple[int, int], fit: Fit = "crop")
     return fitted(rgb, height, width, fit), lost_share(rgb, height, width, fit)
 
 
+class _Bounded(BufferedReader):
+    """A file whose reads take no more memory than it has bytes, whatever length a damaged header says."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(FileIO(path))
+        self._size = os.fstat(self.fileno()).st_size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        return super().read(size if size is None or size < 0 else min(size, self._size))
+
+
 def opened_image(file: Path | BytesIO, name: str) -> Image.Image:
     """Returns the first frame of an image file as RGB; refuses one that is damaged or has too many pixels."""
     try:
-        with Image.open(file, formats=FORMATS) as image:
+        content = _Bounded(file) if isinstance(file, Path) else file
+        with content, Image.open(content, formats=FORMATS) as image:
             width, height = image.size
             if 0 < width * height <= PIXELS:
                 pixels = _eight_bits(image)
