@@ -24,6 +24,7 @@ from ..lanes.machine import device_of, keep_memory
 from ..methods import REGISTRY, method_sizes
 from ..models import BACKBONES, count_groups, network_of
 from ..report import standings, write_partition, write_report
+from ..report.facts import worth_of
 from ..report.tensorboard import write_events
 from ..runs.names import chosen_source
 from ..runs.run import load
@@ -151,7 +152,8 @@ def compare_command(
             say=say,
         )
     table, path = comparison.standings(), comparison.path
-    files = f"tables   {path}/table.md, .csv, .tex\nreport   {path / 'report.html'}"
+    files = f"tables   {path}/table.md, .csv, .tex\nreport   {path / 'report.html'}, with an interval per client"
+    files = "\n".join([*worth_of(comparison.runs[0]).lines[:1], files])
     show(as_json, {"path": str(path), **standings.as_json(table)}, *tables.standings(table), files)
 
 
