@@ -57,7 +57,7 @@ def shell(*typed: str, cwd: Path) -> str:
 @pytest.fixture(scope="module")
 def run(sites: Path) -> Path:
     """The first of the two commands, as the example says it, but for fewer rounds."""
-    fewer = ["--set", "train.rounds=2", "--json"]
+    fewer = ["--set", "train.rounds=2", "--set", "data.size=64", "--json"]
     found = strict(shell("train", "folder", "--data", "sites", *fewer, "--out", "runs/sites", cwd=sites))
     assert found["run"] == "runs/sites"
     return sites / "runs" / "sites"

@@ -27,6 +27,7 @@ from ..methods import REGISTRY, make_method, method_sizes
 from ..methods.cost import round_cost
 from ..models import BACKBONES, count_groups, network_of
 from ..report import standings, write_partition, write_report
+from ..report.facts import worth_of
 from ..report.tensorboard import write_events
 from ..runs.join import join
 from ..runs.names import chosen_source
@@ -158,7 +159,8 @@ def compare_command(
             say=say,
         )
     table, path = comparison.standings(), comparison.path
-    files = f"tables   {path}/table.md, .csv, .tex\nreport   {path / 'report.html'}"
+    files = f"tables   {path}/table.md, .csv, .tex\nreport   {path / 'report.html'}, with an interval per client"
+    files = "\n".join([*worth_of(comparison.runs[0]).lines[:1], files])
     show(as_json, {"path": str(path), **standings.as_json(table)}, *tables.standings(table), files)
 
 
