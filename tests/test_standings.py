@@ -102,6 +102,10 @@ def test_the_title_says_what_the_numbers_are() -> None:
     assert one.about() == "digits: accuracy in %, mean ± std over the clients' personal models"
     assert example().about() == one.about() + ", mean of 2 seeds"
     assert st.standings([summary("fedavg", 70.0, metric="auc")]).about().startswith("digits: AUC in %")
+    partial = {"mean": 70.0, "std": 1.0, "per_client": {"a": 69.0, "b": 71.0, "c": None}}
+    assert st.standings([summary("fedavg", 70.0) | {"local_test": partial}]).about() == (
+        "digits: accuracy in %, mean ± std over the clients' personal models (over 2 of 3 clients)"
+    )
 
 
 # Best and runner-up.
