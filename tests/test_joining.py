@@ -69,11 +69,13 @@ def site(own: float, low: float, high: float, alone: bool = True) -> str:
 
 def test_sentences() -> None:
     assert site(4.2, 1.0, 7.4) == (
-        "north: joining is worth it: 4.2 points better (95%: +1.0 to +7.4) than alone on its own images, and "
-        "3.0 points worse (95%: -5.0 to -1.0) on everybody's."
+        "north: joining is worth it: compared with a model trained alone, 4.2 points better (95%: +1.0 to +7.4) on its "
+        "own images, and 3.0 points worse (95%: -5.0 to -1.0) on everybody's."
     )
     assert "joining costs accuracy" in site(-4.2, -7.0, -1.0)
     assert "cannot tell whether" in site(0.0, -2.0, 2.0)
+    assert "equally good (95%: -2.0 to +2.0)" in site(0.0, -2.0, 2.0)
+    assert "right on the same of 50 images" in site(0.0, 0.0, 0.0), "no interval: nothing was resampled"
     assert "its personal model is the one to use at home" in site(4.2, 1.0, 7.4, alone=False)
     assert "the common model is the one to use" in site(-4.2, -7.0, -1.0, alone=False)
     assert Site("x", {"common": None}, {"common": None}).sentence.startswith("x has no test images")

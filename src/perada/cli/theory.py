@@ -65,8 +65,8 @@ def _convergence(of: Convergence) -> Iterator[Table | str]:
     table = house_table(None, "round", "‖∇L(w)‖²", "L(w)")
     for row in zip(of.rounds, of.norms, of.losses, strict=True):
         table.add_row(str(row[0]), *(_number(v) for v in row[1:]))
-    table.caption = f"T = {c.T}, E = {c.E}, S = {c.S}, R = {c.R}, M = {c.M}"
     yield table
+    yield f"T = {c.T}, E = {c.E}, S = {c.S}, R = {c.R}, M = {c.M}"
     yield _rates("Theorem 3, with 1 for the constant in its O(·)", of.theorem3)
     if of.theorem4:
         yield _rates("Theorem 4, with 1 for the constant in its O(·)", of.theorem4)

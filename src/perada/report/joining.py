@@ -72,15 +72,12 @@ class Site:
         """What the site should know, in one sentence."""
         if not any(self.own.values()):
             return f"{self.name} has no test images, so nothing can be said."
-        if alone := self.own.get("alone"):
-            there = self.everybody.get("alone")
-            also = f", and {_points(there)} on everybody's" if there else ""
-            return f"{self.name}: {WORTH[alone.verdict]}: {_points(alone)} than alone on its own images{also}."
-        common = self.own["common"]
-        assert common is not None
-        there = self.everybody.get("common")
+        other = "alone" if self.own.get("alone") else "common"
+        home, there = self.own[other], self.everybody.get(other)
+        assert home is not None
+        says, rival = (WORTH, "a model trained alone") if other == "alone" else (PERSONAL, "the common model")
         also = f", and {_points(there)} on everybody's" if there else ""
-        return f"{self.name}: {PERSONAL[common.verdict]}: {_points(common)} than the common one at home{also}."
+        return f"{self.name}: {says[home.verdict]}: compared with {rival}, {_points(home)} on its own images{also}."
 
 
 WORTH = {
@@ -96,8 +93,10 @@ PERSONAL = {
 
 
 def _points(of: Difference) -> str:
-    kind = "better" if of.value >= 0 else "worse"
-    return f"{abs(of.value):.1f} points {kind} ({SURE:.0%}: {of.low:+.1f} to {of.high:+.1f})"
+    if of.low == of.high == 0:
+        return f"right on the same of {of.images} images"
+    how = f"{abs(of.value):.1f} points {'better' if of.value > 0 else 'worse'}" if of.value else "equally good"
+    return f"{how} ({SURE:.0%}: {of.low:+.1f} to {of.high:+.1f})"
 
 
 def joining(run: Run, alone: Run | None = None) -> list[Site]:

@@ -23,7 +23,7 @@ from .theorem2 import theorem2
 
 __all__ = ["Bound", "Bounds", "Convergence", "GradientNorms", "Sentence", "Term", "Total", "bounds"]
 
-IMAGES = 5_000  # of 32×32 pixels, in one measurement
+IMAGES = 2_000  # of 32×32 pixels, in one measurement
 DELTA = 0.05
 
 

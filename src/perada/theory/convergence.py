@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..lanes import State, repeat
+from ..lanes import State
 from .descent import BATCHES, Descent
-from .gradients import diversity, smoothness, squared_norm, variance
+from .gradients import ITERATIONS, diversity, smoothness, squared_norm, variance
 from .probe import TOGETHER, Probe
 from .rates import Constants, phi1, phi2, psi1, psi2, theorem3, theorem3_proved, theorem4
 
 FEWEST = 2  # mini-batches whose gradients can be compared
+FEW = 16  # images per client whose loss has its curvature measured, at least
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,13 @@ def convergence(probe: Probe) -> Convergence:
     count = min(BATCHES, probe.room(probe.clients * probe.config.train.batch, FEWEST))
     descent, visited = Descent(probe.experiment, probe.federation, count), probe.visited()
     points = [descent.at(number, state) for number, state in visited]
-    start, end = visited[0][1], visited[-1][1]
-    clients, last = probe.clients, points[-1]
-    at, gradient = descent.client_slopes(end)
+    clients, end, last = probe.clients, visited[-1][1], points[-1]
+    at, gradient = descent.client_slopes(end, probe.room(clients * (ITERATIONS + 1), FEW))
     curved = float(smoothness(gradient, at).max())
     sigma2 = max(float(variance(p.gradients).max()) for p in points)
     largest = max(float(squared_norm(p.gradients).max()) for p in points)
     lam = float(getattr(probe.experiment.method, "lam", math.nan))
-    personal = _personal(descent, probe.personal, start, end, lam) if math.isfinite(lam) else None
+    personal = _personal(descent, probe.personal, end, lam, points[0].loss) if math.isfinite(lam) else None
     train, taught = probe.config.train, _taught(probe, descent)
     steps = round(sum(probe.planned_steps) / clients)
     own_epochs = getattr(probe.experiment.method, "personal_epochs", 0) or train.epochs
@@ -107,15 +106,17 @@ def _taught(probe: Probe, descent: Descent) -> tuple[float, float, float]:
 
 
 def _personal(
-    descent: Descent, lanes: State, start: State, end: State, lam: float
+    descent: Descent, lanes: State, end: State, lam: float, first: float
 ) -> tuple[tuple[float, ...], float, float] | None:
-    """Returns ‖∇_v P_m‖² per client, G_P, and the mean of P_m(v⁰, w⁰) − P_m(vᵀ, wᵀ)."""
+    """Returns ‖∇_v P_m‖² per client, G_P, and the mean of P_m(v⁰, w⁰) − P_m(vᵀ, wᵀ).
+
+    first: L(w⁰), which is the mean of P_m(v⁰, w⁰), since every v starts as w.
+    """
     if lanes.params.keys() != end.params.keys():
         return None
-    first: Tensor = descent.personal(repeat(start, lanes.lanes), start, lam)[1]
     gradients, last = descent.personal(lanes, end, lam)
     norms = tuple(max(0.0, x) for x in squared_norm(gradients).tolist())
-    return norms, lam * float(descent.away(lanes, end).norm(dim=1).max()), float((first - last).mean())
+    return norms, lam * float(descent.away(lanes, end).norm(dim=1).max()), first - float(last.mean())
 
 
 def _notes(probe: Probe, personal: bool) -> tuple[str, ...]:

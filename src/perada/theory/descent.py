@@ -106,10 +106,14 @@ class Descent:
     def _moved(self, lanes: State, points: Tensor) -> State:
         return State({**lanes.params, **unvector(points, lanes.params, self.trained)}, lanes.buffers)
 
-    def client_slopes(self, state: State) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Returns a common state as points `[M, d]`, and ∇L_m on one mini-batch as a function of points."""
+    def client_slopes(self, state: State, images: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Returns a common state as points `[M, d]`, and ∇L_m on one mini-batch as a function of points.
+
+        images: most images of a client in it.
+        """
         lanes = repeat(state, len(self.data.clients))
-        return self.row(lanes), lambda points: self._by_groups(self._moved(lanes, points), self.batches[0])[0]
+        batch = self.batches[0] if images >= self.size else self._batch(0, images)
+        return self.row(lanes), lambda points: self._by_groups(self._moved(lanes, points), batch)[0]
 
     def distillation(
         self, student: State, public: Sequence[Tensor], targets: Sequence[Tensor]
