@@ -16,6 +16,7 @@ import typer.core
 from PIL import Image
 
 from .. import __version__
+from ..client.cost import round_cost
 from ..config import in_keys, parse_grid, parse_setting, presets, resolve
 from ..config.objects import about_data
 from ..config.settings import given
@@ -24,7 +25,6 @@ from ..errors import InputError, RunError
 from ..inputs import printable
 from ..lanes.machine import device_of, keep_memory
 from ..methods import REGISTRY, make_method, method_sizes
-from ..methods.cost import round_cost
 from ..models import BACKBONES, count_groups, network_of
 from ..report import standings, write_partition, write_report
 from ..report.facts import worth_of

@@ -9,10 +9,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from ..client.cost import RoundCost
 from ..client.scores import Scores
 from ..data import Federation
 from ..data.download import Entry
-from ..methods.cost import RoundCost
 from ..predict.predictor import Check
 from ..predict.scores import DriftScores
 from ..report.facts import JOINED, distillations, drift_of, mishaps, partial_means, unlikeness, worth_of

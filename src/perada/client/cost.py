@@ -22,8 +22,8 @@ from ..adapters import adapt
 from ..client.trainer import Train, Trainer
 from ..data import Client, Federation
 from ..lanes import State
+from ..methods import Method
 from ..models import Backbone
-from .contract import Method
 
 IMAGES, BATCH, SIZE = 64, 16, 32  # of the client that is measured: its images, per mini-batch, and pixels per side
 REPEATS = 3

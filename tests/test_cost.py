@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from commands import said, strict
 from torch.utils.flop_counter import FlopCounterMode
 
+from perada.client.cost import Peak, RoundCost, round_cost
 from perada.methods import REGISTRY, make_method, method_sizes
-from perada.methods.cost import Peak, RoundCost, round_cost
 from perada.models import network_of
 
 CLASSES = 10
