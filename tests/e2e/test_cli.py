@@ -22,7 +22,7 @@ from perada import __main__
 from perada.cli import main as cli
 from perada.methods import REGISTRY
 
-COMMANDS = ["train", "evaluate", "predict", "export", "report", "partition", "params", "methods", "presets"]
+COMMANDS = ["train", "evaluate", "bounds", "predict", "export", "report", "partition", "params", "methods", "presets"]
 
 
 # Training.

@@ -88,7 +88,7 @@ def convergence(probe: Probe) -> Convergence:
         last.gradients.shape[1],
         theorem3(constants),
         {} if personal is None else theorem4(constants),
-        _notes(probe, personal is not None),
+        _notes(probe, personal is not None, constants.delta_L),
     )
 
 
@@ -119,7 +119,7 @@ def _personal(
     return norms, lam * float(descent.away(lanes, end).norm(dim=1).max()), first - float(last.mean())
 
 
-def _notes(probe: Probe, personal: bool) -> tuple[str, ...]:
+def _notes(probe: Probe, personal: bool, gained: float) -> tuple[str, ...]:
     """Returns what has to be said of these numbers."""
     train, distill = probe.config.train, probe.config.distill
     cohort = train.cohort or probe.clients
@@ -133,6 +133,8 @@ def _notes(probe: Probe, personal: bool) -> tuple[str, ...]:
         notes.append(f"the theorems have all clients in every round; the run had {cohort} of {probe.clients}")
     if probe.experiment.method.parts.distils and distill.steps:
         notes.append("the theorems' server takes plain gradient steps; the run's takes Adam's")
+    if gained < 0:
+        notes.append("L(w) is higher than before the first round, so the right-hand sides mean little")
     if not personal:
         notes.append("the method has no λ, so Theorem 4 says nothing of it")
     return tuple(notes)
