@@ -34,7 +34,7 @@ class ModelOptions:
     backbone: str = "resnet18"
     weights: str = "random"  # a .safetensors or .pth file, package, embedded, torchvision, timm, fedavg or random
     head: str = ""  # name of the prediction layer; empty: the backbone's own, by default its last linear layer
-    adapt_from: str = ""  # the first stage that is adapted; those before it stay frozen, whatever the method
+    adapt_from: str = ""  # the first stage that is adapted, those before it stay frozen; auto: what the backbone says
     adapter: str = "residual"  # residual, none, package.module:callable or an entry point
     where: str = ""  # regular expression for the layers with residual adapters; empty: the rule of adapters.Residual
     dropout: float = 0.3

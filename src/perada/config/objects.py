@@ -63,7 +63,7 @@ def build(
         method,
         adapter=config.model.strategy(),
         head=made.head,
-        adapt_from=config.model.adapt_from,
+        adapt_from=made.adapt_from if config.model.adapt_from == "auto" else config.model.adapt_from,
         public=images,
         train=config.train,
         distill=config.distill,
@@ -86,10 +86,8 @@ def build(
 def federation_of(config: Config) -> Federation:
     """Returns the federation of a configuration, on its device."""
     federation = build_federation(config.data, device_of(config.run.device))
-    if config.data.normalise != "backbone":
-        return federation
-    mean, std = own_normalisation(config.model.backbone, len(federation.classes))
-    return replace(federation, mean=mean, std=std)
+    own = own_normalisation(config.model.backbone, len(federation.classes), config.data.normalise)
+    return replace(federation, mean=own[0], std=own[1]) if own else federation
 
 
 def check(config: Config, federation: Federation, local: bool = True) -> None:

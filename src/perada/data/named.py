@@ -55,8 +55,8 @@ class DataOptions:
     uncertain: Literal["ones", "zeros", "mask", "ignore"] = _option(
         "ones", "what CheXpert's -1 means: present, absent, or not known (mask); ignore drops the image"
     )
-    normalise: Literal["data", "imagenet", "backbone"] = _option(
-        "data", "whose mean and std: these, or what it expects"
+    normalise: Literal["data", "imagenet", "backbone", "auto"] = _option(
+        "data", "whose mean and std: these, or what it expects; auto: the backbone's if it has any, else the data's"
     )
     augment: Literal["none", "flip", "crop", "resized-crop"] = _option("none", "random views of training images")
     resident: Literal["auto", "yes", "no"] = _option("auto", "keep images on the compute device; no streams them")

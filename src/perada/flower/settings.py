@@ -292,6 +292,6 @@ class Plan:
     def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The mean and the standard deviation per channel that the server and every site normalise with."""
         how = self.config.data.normalise
-        if how == "backbone":
-            return own_normalisation(self.config.model.backbone, len(self.classes))
-        return IMAGENET if self.channels == 3 else GREY[how]
+        if own := own_normalisation(self.config.model.backbone, len(self.classes), how):
+            return own
+        return IMAGENET if self.channels == 3 else GREY.get(how, GREY["data"])

@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..lanes import Group, default_groups, key_of
 from ..plugins import called, check, find
 from .backbone import PACKAGES, Backbone
-from .efficientnet import MEAN, SCALES, STD, efficientnet_lite
+from .efficientnet import ADAPT_FROM, MEAN, SCALES, STD, efficientnet_lite
 from .resnet import SHAPES, resnet
 from .weights import WEIGHTS, WeightReport, load_into, read_weights
 
@@ -69,7 +69,7 @@ def backbone(name: str, classes: int, seed: int = 0, head: str = "") -> Backbone
         return Backbone(resnet(name, classes, seed), head or "fc", name=name)
     if name in SCALES:
         net = efficientnet_lite(name, classes, seed)
-        return Backbone(net, head or "fc", SCALES[name].size, (MEAN,) * 3, (STD,) * 3, name)
+        return Backbone(net, head or "fc", SCALES[name].size, (MEAN,) * 3, (STD,) * 3, name, ADAPT_FROM)
     package, _, model = name.partition(":")
     make: Callable[..., Any] = (
         partial(PACKAGES[package], model) if package in PACKAGES else find("backbone", GROUP, name, {})
@@ -96,10 +96,17 @@ def network_of(name: str, classes: int) -> Backbone:
     return backbone(name, classes)
 
 
-def own_normalisation(name: str, classes: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns the mean and standard deviation per channel of the images that a backbone expects, or refuses it."""
+def own_normalisation(name: str, classes: int, how: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Returns the mean and standard deviation per channel of the images that a backbone expects.
+
+    how: `DataOptions.normalise`. None if it asks for another normalisation, or with "auto" where the backbone has none.
+    """
+    if how not in ("auto", "backbone"):
+        return None
     made = network_of(name, classes)
     if made.mean is None or made.std is None:
+        if how == "auto":
+            return None
         raise InputError(f"backbone {made.name!r} has no normalisation of its own: set DataOptions.normalise to data")
     return made.mean, made.std
 

@@ -19,6 +19,7 @@ class Backbone:
     head: the name of the prediction layer; by default the last linear layer.
     size, mean, std: pixels per side and normalisation that its pretrained weights expect; None takes the data's own.
     name: the name that it was built from, such as "resnet18".
+    adapt_from: the first stage to adapt with `ModelOptions.adapt_from=auto`; empty adapts all.
     """
 
     net: nn.Module
@@ -27,6 +28,7 @@ class Backbone:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     name: str = ""
+    adapt_from: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.net, nn.Module):
