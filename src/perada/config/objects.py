@@ -3,12 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
-from ..adapters import Residual
-from ..adapters import name_of as adapter_name
 from ..client.cohort import Cohort
 from ..data import GIVEN, VALIDATION, Federation, build_federation, public_images
 from ..errors import InputError
@@ -117,11 +114,17 @@ def _network(
         raise InputError("the network was given from Python: give it again, as model=")
     if source == "fedavg":
         return _pretrained(config, federation, say, pretrain)
-    made = named_backbone(config.model.backbone, len(federation.classes), config.run.seed, config.model.head)
+    made = _named(config, federation)
     report = made.load(source)
     for line in report.lines() if report and not saved else []:
         say(line)
     return made
+
+
+def _named(config: Config, federation: Federation) -> Backbone:
+    """Returns the network of the configuration's name, with random weights."""
+    model, size = config.model, federation.images.shape[-1]
+    return named_backbone(model.backbone, len(federation.classes), config.run.seed, model.head, size)
 
 
 def _pretrained(config: Config, federation: Federation, say: Say, pretrain: Callable[[Experiment], None]) -> Backbone:
@@ -130,7 +133,7 @@ def _pretrained(config: Config, federation: Federation, say: Say, pretrain: Call
     say(f"pretraining {config.model.backbone} with {start.train.rounds} rounds of FedAvg on the clients' data")
     experiment = build(start, federation=federation)
     pretrain(experiment)
-    made = named_backbone(config.model.backbone, len(federation.classes), config.run.seed, config.model.head)
+    made = _named(config, federation)
     broadcast = experiment.now.broadcast
     tensors = {n: t[0].cpu().float() for part in (broadcast.params, broadcast.buffers) for n, t in part.items()}
     load_into(made.net, tensors, "fedavg", made.head)
@@ -158,9 +161,7 @@ def describe(experiment: Experiment) -> Config:
     if experiment.config is not None:
         return experiment.config  # type: ignore[no-any-return]
     adapter, method = experiment.adapter, experiment.method
-    options: dict[str, Any] = {"head": experiment.head or "", "adapter": adapter_name(adapter)}
-    if isinstance(adapter, Residual):
-        options |= {"dropout": adapter.dropout, "adapter_std": adapter.std, "where": adapter.where or ""}
+    options = {"head": experiment.head or "", **ModelOptions.of(adapter)}
     return Config(
         data=experiment.federation.options,
         model=ModelOptions(backbone=GIVEN, weights=GIVEN, **options),

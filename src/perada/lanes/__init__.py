@@ -32,17 +32,22 @@ from .state import (
 )
 from .stem import Stem
 from .train import Batches, Result, Update, loop
+from .transformer import AdaptedLinear, Bottleneck, LaneAttention, LowRank, plain_attention
 
 __all__ = [
     "NOTHING",
+    "AdaptedLinear",
     "Batch",
     "Batches",
+    "Bottleneck",
     "Gradient",
     "Group",
+    "LaneAttention",
     "LaneBatchNorm",
     "LaneConv2d",
     "LaneModel",
     "Loss",
+    "LowRank",
     "Norm",
     "Options",
     "Pool",
@@ -75,6 +80,7 @@ __all__ = [
     "ops_for",
     "parent_of",
     "part",
+    "plain_attention",
     "repeat",
     "rng_of",
     "scale",
