@@ -69,6 +69,8 @@ def build(
     )
     experiment.config = config
     if local:
+        for line in about_parts(experiment):
+            say(line)
         say(experiment.about_lanes)
         say(federation.about_images())  # last, so that an error is the only line
     if device.type == "cuda" and not ops_for(device).fast:
@@ -181,6 +183,14 @@ def about_data(federation: Federation) -> list[str]:
         name = federation.classes[int(federation.targets[0])]
         lines.append(f"warning: every image is of class {name!r}: any model is right, there is nothing to learn")
     return lines
+
+
+def about_parts(experiment: Experiment) -> list[str]:
+    """Returns a warning where the part of a network that a method keeps personal is empty."""
+    group = experiment.method.parts.withholds
+    if group is None or experiment.model.group(group).params:
+        return []
+    return [f"warning: this network has no {group.replace('_', ' ')} parameters: no part of it is personal"]
 
 
 def about_settings(config: Config) -> list[str]:
