@@ -105,7 +105,7 @@ class ViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patch_embed(images)
-        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + self.pos_embed
+        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1) + self.pos_embed
         return self.head(self.norm(self.blocks(x))[:, 0])  # type: ignore[no-any-return]
 
 

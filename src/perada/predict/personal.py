@@ -16,6 +16,7 @@ from safetensors.torch import save
 from torch import nn
 
 from .. import __version__
+from ..adapters import Exports
 from ..config import Config
 from ..data import Federation, read_image
 from ..errors import InputError, RunError
@@ -73,8 +74,16 @@ class PersonalModel:
     def export(self, out: Path, merged: bool = False) -> None:
         """Writes one file: .safetensors is the personal part, or with `merged` the whole network.
 
-        .pt2 and .onnx are the whole network as a program: normalised images `[n, 3, H, W]` in, logits out.
+        .pt2 and .onnx are the whole network as a program: normalised images `[n, 3, H, W]` in, logits out. A name
+        without an ending is a folder in the format of others, where the adapter has one (LoRA: PEFT's).
         """
+        adapter = self.config.model.strategy()
+        if not out.suffix and not merged and isinstance(adapter, Exports):
+            head = next(iter(self.network.group("output").params)).rpartition(".")[0]
+            names = [*self.state.params, *self.state.buffers]
+            for name, content in adapter.export(self.module(), names, head).items():
+                write_output(out / name, content, parents=True)
+            return
         check_out(out)
         if out.suffix != ".safetensors":
             content = self._program(out.suffix)
