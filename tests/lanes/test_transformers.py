@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from lanes.transformers import CLASSES, SIZE, TRANSFORMERS, transformer
 from perada import adapt
 from perada.adapters import Bottleneck, Lora
 from perada.errors import InputError
-from perada.lanes import LaneModel, Options, State, gather, sgd
+from perada.lanes import Batch, LaneModel, Options, State, gather, replay, sgd
 from perada.lanes.machine import REST, STATES, bytes_per_lane
 
 K, B, STEPS, LR = 3, 4, [5, 2, 4], [0.1, 0.05, 0.2]
@@ -173,3 +174,37 @@ def test_the_memory_of_a_lane_counts_tokens(how: str) -> None:
     wanted = sum(size for where, size in storages.items() if where not in held)
     estimate = bytes_per_lane(model, (SIZE, SIZE), 64) - STATES * model.initial().bytes_per_lane()
     assert 0.8 < estimate / REST / wanted < 1.4
+
+
+@dataclasses.dataclass
+class Fixed:
+    """The same batch at every step, as recorded steps need it."""
+
+    images: Tensor
+    targets: Tensor
+    capacity: int
+
+    def shape(self) -> Any:
+        return tuple(self.images.shape)
+
+    def copy_(self, other: Fixed) -> None:
+        self.images.copy_(other.images)
+
+    def twin(self) -> Fixed:
+        return dataclasses.replace(self, images=self.images.clone())
+
+    def __call__(self, step: Any, lanes: Tensor) -> Batch:
+        return Batch(self.images[lanes].flatten(0, 1), self.targets[lanes], None, lanes)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_recorded_steps_are_the_steps(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all parameters of a lane side by side in one tensor, as a GPU records them."""
+    given = problem(transformer("ours"), *HOW[how])
+    batches = Fixed(given.images[:, 0], given.targets[:, 0], max(STEPS))
+    wanted = sgd(given.model, given.start, batches, cross_entropy, LR, STEPS)
+    monkeypatch.setattr(replay, "DEVICES", ("cpu",))
+    found = sgd(given.model, given.start, batches, cross_entropy, LR, STEPS)
+    assert given.model.replays, "it was recorded"
+    for n, p in wanted.state.params.items():
+        assert_close_norm(found.state.params[n], p, 1e-9, n)
