@@ -27,6 +27,7 @@ from perada.errors import InputError
 from perada.methods import name_of
 from perada.models import Backbone, backbone
 from perada.models.vit import SHAPES, Shape, ViT
+from perada.report.facts import Holdings, _sizes
 
 assert timm
 assert torchvision
@@ -65,6 +66,14 @@ def test_vit_tiny_trains_from_the_command_line(tmp_path: Path) -> None:
     run = perada.load(tmp_path / "run")
     assert run.config.model.strategy() == Lora(rank=2)
     assert run.model("client-00").pos_embed.shape == (1, 5, 192)
+
+
+def test_a_run_that_is_not_done_is_counted_with_its_own_adapter(tmp_path: Path) -> None:
+    how = {**LORA, "model__backbone": "vit_tiny_patch4", "train__rounds": 1, "train__cohort": 1, "distill__steps": 0}
+    assert train(tmp_path / "run", **how) == 0
+    known = json.loads((tmp_path / "run" / "summary.json").read_text())["parameters"]
+    run = perada.load(tmp_path / "run")
+    assert _sizes(run, {}, Holdings.of(run.federation)) == known
 
 
 def backbone_size(name: str, size: int) -> int:

@@ -10,7 +10,7 @@ from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
-from ..adapters import Residual, adapt, fitting
+from ..adapters import Adapter, Residual, adapt, fitting
 from ..errors import InputError, unknown
 from ..lanes import LaneModel
 from ..models import group_sizes, network_of
@@ -175,9 +175,19 @@ def sizes_of(method: Method, lanes: LaneModel) -> dict[str, int]:
     }
 
 
-def method_sizes(name: str, backbone: str = "resnet18", classes: int = 10) -> dict[str, int]:
-    """Returns `sizes_of` a method with its defaults, less the size of the full model."""
-    made, method = network_of(backbone, classes), find("method", GROUP, name, KNOWN)()
-    adapter = (fitting(made.net, made.head) or Residual()) if method.parts.adapters else None
-    sizes = sizes_of(method, adapt(made.net, adapter=adapter, trained=method.parts.trains, head=made.head))
+def method_sizes(
+    name: str,
+    backbone: str = "resnet18",
+    classes: int = 10,
+    size: int | None = None,
+    adapter: Adapter | None = None,
+) -> dict[str, int]:
+    """Returns `sizes_of` a method with its defaults, less the size of the full model.
+
+    size: pixels per side of the images, for networks that are made for one size.
+    adapter: for methods with adapters; None takes the kind that the network has places for.
+    """
+    made, method = network_of(backbone, classes, size), find("method", GROUP, name, KNOWN)()
+    kind = (adapter or fitting(made.net, made.head) or Residual()) if method.parts.adapters else None
+    sizes = sizes_of(method, adapt(made.net, adapter=kind, trained=method.parts.trains, head=made.head))
     return {k: v for k, v in sizes.items() if k != "full"}

@@ -93,9 +93,9 @@ def backbone(name: str, classes: int, seed: int = 0, head: str = "", size: int |
 
 
 @lru_cache
-def network_of(name: str, classes: int) -> Backbone:
+def network_of(name: str, classes: int, size: int | None = None) -> Backbone:
     """Returns a backbone with random weights; the same object for the same arguments."""
-    return backbone(name, classes)
+    return backbone(name, classes, size=size)
 
 
 @lru_cache
