@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -23,6 +24,8 @@ def coerce(value: Any, kind: Any, name: str) -> Any:
         if value not in get_args(kind):
             raise InputError(f"{name} must be one of {', '.join(get_args(kind))}, not {value!r}")
         return value
+    if get_origin(kind) is UnionType:  # text or a list of it
+        kind = next(k for k in get_args(kind) if isinstance(value, str) == (k is str))
     if get_origin(kind) is tuple:
         if not isinstance(value, list | tuple):
             raise InputError(f"{name} must be a list, such as [1, 2], not {value!r}")

@@ -263,7 +263,7 @@ class WithAttention(nn.Module):
 def test_a_trained_layer_without_a_lane_aware_form_is_named() -> None:
     with pytest.raises(InputError, match=r"norm: a trained PReLU"):
         adapt(WithNorm(nn.PReLU()), adapter=None, trained="full")
-    with pytest.raises(InputError, match=r"attention: a trained MultiheadAttention"):
+    with pytest.raises(InputError, match=r"attention: attention has a lane-aware form only with batch_first=True"):
         adapt(WithAttention(), adapter=None, trained="full")
     # Frozen it treats samples one by one, and needs no change.
     model = adapt(WithNorm(nn.PReLU()), adapter=None, trained="output")
@@ -318,7 +318,7 @@ def test_half_a_layer_can_be_trained() -> None:
     [
         ({"trained": "haed"}, "no parameter group 'haed'; it has .*adapter"),
         ({"trained": ["head.weight", "tail.weight"]}, "no such parameters: tail.weight"),
-        ({"adapter": "lora"}, "unknown adapter 'lora': known: none, residual"),
+        ({"adapter": "lara"}, "unknown adapter 'lara': did you mean 'lora'"),
         ({"adapter": 3}, "int is not an adapter"),
         ({"adapter": Residual(where="nowhere")}, "no convolution of this network takes an adapter"),
     ],

@@ -9,11 +9,30 @@ from torch import nn
 from ..errors import InputError
 from ..lanes import Group, LaneModel, Prefix, convert, default_groups, last_linear
 from ..plugins import called, check, find
+from .bottleneck import Bottleneck
+from .lora import Lora
 from .residual import Residual
 
-__all__ = ["KINDS", "Adapter", "Residual", "adapt", "adapter_of", "known", "name_of"]
+__all__ = [
+    "KINDS",
+    "Adapter",
+    "Bottleneck",
+    "Exports",
+    "Lora",
+    "Residual",
+    "adapt",
+    "adapter_of",
+    "fitting",
+    "known",
+    "name_of",
+]
 
-KINDS: Mapping[str, Callable[..., Any]] = {"residual": Residual, "none": lambda: None}
+KINDS: Mapping[str, Callable[..., Any]] = {
+    "residual": Residual,
+    "lora": Lora,
+    "bottleneck": Bottleneck,
+    "none": lambda: None,
+}
 GROUP = "perada.adapters"  # of entry points
 
 Groups = Callable[[nn.Module], Mapping[str, Group]]
@@ -36,13 +55,33 @@ class Adapter(Protocol):
         """Returns a copy without adapters that computes the same in eval mode."""
 
 
+@runtime_checkable
+class KnowsHead(Protocol):
+    """A kind that must be told which layer is the head; then `insert` takes its name."""
+
+    knows_head: bool
+
+    def insert(self, module: nn.Module, seed: int, head: str = "") -> frozenset[str]: ...
+
+
+@runtime_checkable
+class Exports(Protocol):
+    """A kind with a format of its own for others to read."""
+
+    def export(self, module: nn.Module, trained: Iterable[str], head: str) -> dict[str, bytes]:
+        """Returns the files of a folder, by name.
+
+        module: a personal model. trained: the names of its own parameters and running statistics.
+        """
+
+
 def known(name: str) -> None:
     """Raises InputError if a name cannot be an adapter. Imports nothing."""
     check("adapter", GROUP, name, KINDS)
 
 
 def adapter_of(adapter: Adapter | str | None) -> Adapter | None:
-    """Returns the adapter that a name stands for: residual, none, an entry point or `package.module:callable`."""
+    """Returns the adapter that a name stands for: one of `KINDS`, an entry point or `package.module:callable`."""
     if isinstance(adapter, str):
         adapter = called("adapter", adapter, find("adapter", GROUP, adapter, KINDS))
     if isinstance(adapter, type):
@@ -57,10 +96,22 @@ def name_of(adapter: Adapter | None) -> str:
     if adapter is None:
         return "none"
     kind = type(adapter)
-    name = "residual" if kind is Residual else f"{kind.__module__}:{kind.__qualname__}"
-    if kind is not Residual and adapter_of(name) != adapter:
+    name = next((n for n, ours in KINDS.items() if ours is kind), f"{kind.__module__}:{kind.__qualname__}")
+    if name not in KINDS and adapter_of(name) != adapter:
         raise InputError(f"a run folder cannot hold the settings of {adapter}: use those that {name}() has")
     return name
+
+
+def fitting(module: nn.Module, head: str) -> Adapter | None:
+    """Returns the kind of adapter that a network has places for: residual, LoRA, or none."""
+    if Residual().places(module):
+        return Residual()
+    return Lora() if Lora().places(module, head) else None
+
+
+def inserted(module: nn.Module, adapter: Adapter, seed: int, head: str) -> frozenset[str]:
+    """Inserts adapters into `module`. Returns the parameters that cannot change what the network computes."""
+    return adapter.insert(module, seed, head) if isinstance(adapter, KnowsHead) else adapter.insert(module, seed)
 
 
 def adapt(
@@ -86,5 +137,5 @@ def adapt(
     module = copy.deepcopy(module)
     kind, head = adapter_of(adapter), head or last_linear(module)
     prefix = Prefix.cut(module, start) if start else None
-    inert = kind.insert(module, seed) if kind else frozenset()
+    inert = inserted(module, kind, seed, head) if kind else frozenset()
     return convert(module, trained, groups(module) if groups else default_groups(module, head), inert, prefix)

@@ -14,6 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..errors import InputError
 from ..lanes import LaneBatchNorm, LaneConv2d, ResidualAdapter, is_resnet, key_of, parent_of
 
+PATCHES = re.compile(r"(^|\.)(patch_embed\.proj|patch_embeddings\.projection|conv_proj)$")
+
 
 @dataclass(frozen=True)
 class Residual:
@@ -50,7 +52,8 @@ class Residual:
             return [n for n in convs if re.search(where, n)]
         if is_resnet(n for n, _ in module.named_parameters()):
             return [n for n, m in convs.items() if m.kernel_size == (3, 3) and "." in n]
-        wide = {n: m for n, m in convs.items() if max(m.kernel_size) > 1}
+        # A convolution that cuts an image into patches makes a transformer's tokens: it is no part of a block.
+        wide = {n: m for n, m in convs.items() if max(m.kernel_size) > 1 and not PATCHES.search(n)}
         return [n for n, m in wide.items() if "." in n or norm_behind(module, n, m)] or list(wide)
 
     def insert(self, module: nn.Module, seed: int) -> frozenset[str]:
@@ -62,8 +65,8 @@ class Residual:
         places = self.places(module)
         if not places:
             raise InputError(
-                "no convolution of this network takes an adapter: set Residual.where to the names of some, or choose a "
-                "method without adapters, such as ditto or fedavg"
+                "no convolution of this network takes an adapter: set Residual.where to the names of some, choose a "
+                "method without adapters, such as ditto or fedavg, or for a transformer the adapter lora or bottleneck"
             )
         inert = set()
         for name in places:

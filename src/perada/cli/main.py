@@ -63,7 +63,7 @@ def _out(default: str) -> Any:
 
 
 SOURCE_HELP = "a preset's name or a TOML file; default digits, or folder with --data"
-BACKBONE_HELP = f"{', '.join(BACKBONES)}, torchvision:NAME, timm:NAME or package.module:callable"
+BACKBONE_HELP = f"{', '.join(BACKBONES)}, torchvision:NAME, timm:NAME, transformers:NAME or package.module:callable"
 DATA_HELP = "your own: site/class/image.png, .npz or .csv"
 Source = Annotated[str | None, typer.Argument(metavar="PRESET | FILE.toml", help=SOURCE_HELP)]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
@@ -283,7 +283,12 @@ def export(
     run: RunPath,
     client: Client,
     out_file: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help=".safetensors: weights; .pt2, .onnx: the whole network")
+        Path,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help=".safetensors: weights; .pt2, .onnx: the whole network; a folder: LoRA for PEFT",
+        ),
     ],
     merged: Annotated[bool, typer.Option("--merged", help="the whole network, adapters merged into it")] = False,
     data: DataPath = None,

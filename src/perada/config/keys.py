@@ -13,8 +13,9 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from ..adapters import Adapter, Residual, adapter_of
+from ..adapters import Adapter, Bottleneck, Lora, Residual, adapter_of
 from ..adapters import known as known_adapter
+from ..adapters import name_of as adapter_name
 from ..client.trainer import Train
 from ..data import GIVEN, DataOptions, is_public_name
 from ..errors import InputError, unknown
@@ -26,6 +27,15 @@ from ..predict.drift import Drift
 from ..runs.options import RunOptions
 from ..server.distill import Distill
 
+ADAPTERS: dict[str, tuple[Any, dict[str, str]]] = {  # the kinds with keys: their fields, and the keys of these
+    "residual": (Residual, {"dropout": "dropout", "std": "adapter_std", "where": "where"}),
+    "lora": (
+        Lora,
+        {**{n: n for n in ("rank", "alpha", "target_modules", "freeze_a")}, "dropout": "adapter_dropout"},
+    ),
+    "bottleneck": (Bottleneck, {"reduction": "reduction", "dropout": "adapter_dropout", "where": "where"}),
+}
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -35,10 +45,16 @@ class ModelOptions:
     weights: str = "random"  # a .safetensors or .pth file, package, embedded, torchvision, timm, fedavg or random
     head: str = ""  # name of the prediction layer; empty: the backbone's own, by default its last linear layer
     adapt_from: str = ""  # the first stage that is adapted, those before it stay frozen; auto: what the backbone says
-    adapter: str = "residual"  # residual, none, package.module:callable or an entry point
-    where: str = ""  # regular expression for the layers with residual adapters; empty: the rule of adapters.Residual
+    adapter: str = "residual"  # residual, lora, bottleneck, none, package.module:callable or an entry point
+    where: str = ""  # regular expression for the layers with adapters (not for LoRA); empty: the kind's own rule
     dropout: float = 0.3
     adapter_std: float = 1e-4  # standard deviation of a new adapter's weights
+    rank: int = 8  # of LoRA
+    alpha: float = 16.0  # LoRA counts alpha/rank times
+    target_modules: tuple[str, ...] | str = ()  # of LoRA: (ends of) names, a regular expression or all-linear
+    freeze_a: bool = False  # whether LoRA's first matrix stays as it is drawn
+    reduction: int = 16  # how many times narrower than its layer a bottleneck adapter is
+    adapter_dropout: float = 0.0  # of LoRA and bottleneck adapters; residual adapters have `dropout`
     pretrain_rounds: int = 20  # of FedAvg, where weights = "fedavg",
     pretrain_lr: float = 0.01  # with this learning rate, whatever the method's own is
 
@@ -49,12 +65,24 @@ class ModelOptions:
         if self.backbone != GIVEN:
             known(self.backbone)
         known_adapter(self.adapter)
+        if self.adapter in ADAPTERS:
+            self.strategy()  # which checks the options
 
     def strategy(self) -> Adapter | None:
         """Returns the adapter that these options describe."""
-        if self.adapter != "residual":
+        if self.adapter not in ADAPTERS:
             return adapter_of(self.adapter)
-        return Residual(self.dropout, self.adapter_std, self.where or None)
+        kind, keys = ADAPTERS[self.adapter]
+        values = {name: getattr(self, key) for name, key in keys.items()}
+        return kind(**{n: None if n == "where" and not v else v for n, v in values.items()})  # type: ignore[no-any-return]
+
+    @staticmethod
+    def of(adapter: Adapter | None) -> dict[str, Any]:
+        """Returns the options that describe an adapter; the inverse of `strategy`."""
+        name = adapter_name(adapter)
+        _, keys = ADAPTERS.get(name, (None, {}))
+        values = {key: getattr(adapter, field) for field, key in keys.items()}
+        return {"adapter": name, **{k: "" if k == "where" and v is None else v for k, v in values.items()}}
 
 
 @dataclass(frozen=True)
@@ -104,16 +132,23 @@ CLASSES = {
     **{kind.__name__: name for name, kind in SECTIONS.items()},
     "FederationOptions": "federation",
     "Residual": "model",
+    "Lora": "model",
+    "Bottleneck": "model",
     "Rounds": "rounds",
     "SiteSettings": "site",
 }
 _TOML = 1 << 20  # bytes of a TOML file
-NAMED = re.compile(rf"\b({'|'.join(CLASSES)})\.(?=[a-z])")
+NAMED = re.compile(rf"\b({'|'.join(CLASSES)})\.([a-z]\w*)")
 
 
 def in_keys(text: str) -> str:
     """Returns a message of the library with keys instead of classes: `Train.cohort` becomes `train.cohort`."""
-    return NAMED.sub(lambda match: f"{CLASSES[match.group(1)]}.", text)
+
+    def key(match: re.Match[str]) -> str:
+        _, keys = ADAPTERS.get(match[1].lower(), (None, {}))
+        return f"{CLASSES[match[1]]}.{keys.get(match[2], match[2])}"
+
+    return NAMED.sub(key, text)
 
 
 def presets() -> dict[str, str]:

@@ -3,12 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
-from ..adapters import Residual
-from ..adapters import name_of as adapter_name
 from ..client.cohort import Cohort
 from ..data import GIVEN, VALIDATION, Federation, build_federation, public_images
 from ..errors import InputError
@@ -74,6 +71,8 @@ def build(
     )
     experiment.config = config
     if local:
+        for line in about_parts(experiment):
+            say(line)
         say(experiment.about_lanes)
         for line in about_prefix(experiment):
             say(line)
@@ -118,11 +117,17 @@ def _network(
         raise InputError("the network was given from Python: give it again, as model=")
     if source == "fedavg":
         return _pretrained(config, federation, say, pretrain)
-    made = named_backbone(config.model.backbone, len(federation.classes), config.run.seed, config.model.head)
+    made = _named(config, federation)
     report = made.load(source)
     for line in report.lines() if report and not saved else []:
         say(line)
     return made
+
+
+def _named(config: Config, federation: Federation) -> Backbone:
+    """Returns the network of the configuration's name, with random weights."""
+    model, size = config.model, federation.images.shape[-1]
+    return named_backbone(model.backbone, len(federation.classes), config.run.seed, model.head, size)
 
 
 def _pretrained(config: Config, federation: Federation, say: Say, pretrain: Callable[[Experiment], None]) -> Backbone:
@@ -131,7 +136,7 @@ def _pretrained(config: Config, federation: Federation, say: Say, pretrain: Call
     say(f"pretraining {config.model.backbone} with {start.train.rounds} rounds of FedAvg on the clients' data")
     experiment = build(start, federation=federation)
     pretrain(experiment)
-    made = named_backbone(config.model.backbone, len(federation.classes), config.run.seed, config.model.head)
+    made = _named(config, federation)
     broadcast = experiment.now.broadcast
     tensors = {n: t[0].cpu().float() for part in (broadcast.params, broadcast.buffers) for n, t in part.items()}
     load_into(made.net, tensors, "fedavg", made.head)
@@ -158,11 +163,12 @@ def describe(experiment: Experiment) -> Config:
     """Returns the configuration of an experiment; what a folder cannot hold is called `given`."""
     if experiment.config is not None:
         return experiment.config  # type: ignore[no-any-return]
-    adapter, method = experiment.adapter, experiment.method
-    options: dict[str, Any] = {"head": experiment.head or "", "adapter": adapter_name(adapter)}
-    options["adapt_from"] = experiment.adapt_from
-    if isinstance(adapter, Residual):
-        options |= {"dropout": adapter.dropout, "adapter_std": adapter.std, "where": adapter.where or ""}
+    method = experiment.method
+    options = {
+        "head": experiment.head or "",
+        "adapt_from": experiment.adapt_from,
+        **ModelOptions.of(experiment.adapter),
+    }
     return Config(
         data=experiment.federation.options,
         model=ModelOptions(backbone=GIVEN, weights=GIVEN, **options),
@@ -198,6 +204,14 @@ def about_prefix(experiment: Experiment) -> list[str]:
     else:
         why = f"is kept: {federation.features.bytes / 1e6:,.1f} MB"
     return [f"what the frozen stages before {start} make of each image {why}"]
+
+
+def about_parts(experiment: Experiment) -> list[str]:
+    """Returns a warning where the part of a network that a method keeps personal is empty."""
+    group = experiment.method.parts.withholds
+    if group is None or experiment.model.group(group).params:
+        return []
+    return [f"warning: this network has no {group.replace('_', ' ')} parameters: no part of it is personal"]
 
 
 def about_settings(config: Config) -> list[str]:

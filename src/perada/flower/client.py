@@ -105,7 +105,7 @@ class Work:
 
 def planned_network(config: Config, classes: int) -> Backbone:
     """Returns the network of a plan, before its weights are loaded: the server and the sites make the same one."""
-    return backbone(config.model.backbone, classes, config.run.seed, config.model.head)
+    return backbone(config.model.backbone, classes, config.run.seed, config.model.head, config.data.size)
 
 
 def backbone_state(net: nn.Module) -> State:

@@ -32,19 +32,24 @@ from .state import (
     stack,
 )
 from .train import Batches, Result, Update, loop
+from .transformer import AdaptedLinear, Bottleneck, LaneAttention, LowRank, plain_attention
 
 __all__ = [
     "NOTHING",
+    "AdaptedLinear",
     "Batch",
     "Batches",
+    "Bottleneck",
     "Features",
     "Front",
     "Gradient",
     "Group",
+    "LaneAttention",
     "LaneBatchNorm",
     "LaneConv2d",
     "LaneModel",
     "Loss",
+    "LowRank",
     "Norm",
     "Options",
     "Pool",
@@ -78,6 +83,7 @@ __all__ = [
     "ops_for",
     "parent_of",
     "part",
+    "plain_attention",
     "repeat",
     "rng_of",
     "scale",

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..errors import InputError
 from .front import Prefix
 from .layers import LaneBatchNorm, LaneConv2d, LaneDropout, LaneGroupNorm, LaneLayerNorm, LaneLinear, recast
-from .model import Group, LaneModel
+from .model import Group, LaneModel, per_sample
+from .transformer import LaneAttention
 
 
 def convert(
@@ -57,12 +59,15 @@ def parent_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 def _replace(module: nn.Module, trained: frozenset[str]) -> None:
     made: dict[nn.Module, nn.Module | None] = {}
     for name, layer in list(module.named_modules(remove_duplicate=False)):
-        if isinstance(layer, (LaneLinear, LaneConv2d, LaneBatchNorm, LaneLayerNorm, LaneGroupNorm, LaneDropout)):
+        if isinstance(layer, LANE_AWARE):
             continue
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            layer.activation_relu_or_gelu = 0  # refuses torch's fast path, which reads weights and calls no submodule
         if layer not in made:  # a layer may be used under several names
-            owned = {f"{name}.{p}" if name else p for p, _ in layer.named_parameters(recurse=False)} & trained
+            within = isinstance(layer, nn.MultiheadAttention)  # which never calls the layer that it has
+            own = {n: p for n, p in layer.named_parameters(name, recurse=within) if n in trained}
             try:
-                made[layer] = _lane_aware(layer, name, bool(owned))
+                made[layer] = _lane_aware(layer, name, own)
             except ValueError as error:
                 raise InputError(f"{name or type(layer).__name__}: {error}") from error
         new = made[layer]
@@ -91,8 +96,12 @@ def _lane_norm(layer: _BatchNorm) -> LaneBatchNorm:
     return new
 
 
-def _lane_aware(layer: nn.Module, name: str, trained: bool) -> nn.Module | None:
-    """Returns the lane-aware form of a layer, or None for a frozen layer that treats samples one by one."""
+def _lane_aware(layer: nn.Module, name: str, trained: Mapping[str, nn.Parameter]) -> nn.Module | None:
+    """Returns the lane-aware form of a layer, or None for a layer that can stay.
+
+    A frozen layer can stay that treats samples one by one, and a module of its own kind whose trained parameters all
+    meet a batch of samples (`model.per_sample`).
+    """
     if isinstance(layer, _BatchNorm):
         return _lane_norm(layer)
     if isinstance(layer, nn.Dropout):
@@ -104,15 +113,39 @@ def _lane_aware(layer: nn.Module, name: str, trained: bool) -> nn.Module | None:
         return LaneConv2d.of(layer) if usual and layer.bias is None and not isinstance(layer.padding, str) else None
     if type(layer) is nn.Conv2d:
         return LaneConv2d.of(layer)
-    kinds = {nn.Linear: LaneLinear, nn.LayerNorm: LaneLayerNorm, nn.GroupNorm: LaneGroupNorm}
-    if type(layer) not in kinds:
-        raise ValueError(f"a trained {type(layer).__name__} has no lane-aware form; keep it frozen")
-    return recast(layer, kinds[type(layer)])
+    if type(layer) is nn.MultiheadAttention:
+        return LaneAttention.of(layer)
+    for kind, form in KINDS.items():
+        if type(layer) is kind or (kind is nn.LayerNorm and _of_timm(layer)):
+            return recast(layer, form)
+    if all(per_sample(layer, p) for p in trained.values()):
+        return None
+    raise ValueError(f"a trained {type(layer).__name__} has no lane-aware form; keep it frozen")
+
+
+KINDS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: LaneLinear,
+    NonDynamicallyQuantizableLinear: LaneLinear,
+    nn.LayerNorm: LaneLayerNorm,
+    nn.GroupNorm: LaneGroupNorm,
+}
+LANE_AWARE = (LaneLinear, LaneConv2d, LaneBatchNorm, LaneLayerNorm, LaneGroupNorm, LaneDropout, LaneAttention)
+
+
+def _of_timm(layer: nn.Module) -> bool:
+    """Returns whether this is timm's layer norm, which computes what torch's does."""
+    kind = type(layer)
+    return isinstance(layer, nn.LayerNorm) and kind.__name__ == "LayerNorm" and kind.__module__.startswith("timm.")
 
 
 SHORTCUT = re.compile(r"\.(downsample|shortcut)\.")  # the shortcut of a block of a ResNet
 RESNET = {"conv1.weight", "bn1.weight", "layer1.0.conv1.weight", "layer1.0.bn1.weight"}
 FIRST_NORM = re.compile(r"layer\d\.0\.bn1\.weight")
+
+
+EMBEDDINGS = re.compile(  # in front of a vision transformer's blocks: timm's names, transformers' and torchvision's
+    r"(cls_token|reg_token|pos_embed)$|patch_embed\.|(\w+\.)?embeddings\.|class_token$|conv_proj\.|encoder\.pos_embedding$"
+)
 
 
 def is_resnet(params: Iterable[str]) -> bool:
@@ -127,8 +160,9 @@ def default_groups(module: nn.Module, head: str) -> Groups:
     everything.
 
     A ResNet in torchvision's layout also has `input`: the stem and the FIRST convolution of every block, with their
-    norms. The affines of its shortcuts' norms belong to neither batch_norm nor adapter. Another network has `input` if
-    it names these tensors itself: `inputs_at`, a regular expression.
+    norms. The affines of its shortcuts' norms belong to neither batch_norm nor adapter. In a vision transformer `input`
+    is what makes tokens of an image: patches, class token and position embeddings. Another network has `input` if it
+    names these tensors itself: `inputs_at`, a regular expression. With LoRA there is `lora_b`: the second matrices.
     """
     params = [n for n, _ in module.named_parameters()]
     buffers = [n for n, _ in module.named_buffers() if n.endswith(("running_mean", "running_var"))]
@@ -165,4 +199,8 @@ def default_groups(module: nn.Module, head: str) -> Groups:
     )
     if resnet or hasattr(module, "inputs_at"):
         groups["input"] = Group(frozenset(filter(first, full.params)), frozenset(filter(first, full.buffers)))
+    elif embeddings := frozenset(n for n in full.params if EMBEDDINGS.match(n)):
+        groups["input"] = Group(embeddings, frozenset())
+    if second := frozenset(n for n in added if n.endswith(".adapter.lora_B.weight")):
+        groups["lora_b"] = Group(second, frozenset())
     return groups

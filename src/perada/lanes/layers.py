@@ -79,16 +79,21 @@ def along(tensor: Tensor, y: Tensor, lanes: int, axis: int) -> Tensor:
     return tensor.reshape(*tensor.shape[:lanes], *([1] * before), *own, *([1] * after))
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns x `[K·B, ..., in]` times a weight `[K, out, in]` plus a bias `[K, out]`, or frozen ones without K."""
+    if weight.dim() == 2:
+        y = F.linear(x, weight)
+    else:
+        rows = x.reshape(weight.shape[0], -1, x.shape[-1])
+        y = torch.bmm(rows, weight.transpose(1, 2)).reshape(*x.shape[:-1], -1)
+    return y if bias is None else y + along(bias, y, bias.dim() - 1, -1)
+
+
 class LaneLinear(nn.Linear):
     """A linear layer with weight `[K, out, in]` and bias `[K, out]`, or frozen ones without K."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight.dim() == 2:
-            y = F.linear(x, self.weight)
-        else:
-            rows = x.reshape(self.weight.shape[0], -1, x.shape[-1])
-            y = torch.bmm(rows, self.weight.transpose(1, 2)).reshape(*x.shape[:-1], -1)
-        return y if self.bias is None else y + along(self.bias, y, self.bias.dim() - 1, -1)
+        return linear(x, self.weight, self.bias)
 
 
 class LaneConv2d(nn.Conv2d):
@@ -171,9 +176,13 @@ class LaneLayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         own = len(self.normalized_shape)
+        lanes = [t.shape[0] for t in (self.weight, self.bias) if t is not None and t.dim() > own]
+        if not lanes:
+            return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
         y = F.layer_norm(x, self.normalized_shape, None, None, self.eps)
-        y = y * along(self.weight, y, self.weight.dim() - own, -own)
-        return y if self.bias is None else y + along(self.bias, y, self.bias.dim() - own, -own)
+        y = y.reshape(lanes[0], -1, *self.normalized_shape)
+        weight, bias = (t if t is None or t.dim() == own else t.unsqueeze(1) for t in (self.weight, self.bias))
+        return (y * weight if bias is None else torch.addcmul(bias, y, weight)).view(x.shape)
 
 
 class LaneGroupNorm(nn.GroupNorm):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from .conv import choose
-from .layers import LaneConv2d
+from .layers import LaneBatchNorm, LaneConv2d
 from .model import LaneModel
 from .ops import plain
 
@@ -76,11 +76,23 @@ def arithmetic(precision: str, device: torch.device) -> None:
 
 def bytes_per_lane(model: LaneModel, size: tuple[int, int], batch: int) -> int:
     """Returns the bytes that training one lane needs, with batches of `batch` images of this height and width."""
+    if not any(isinstance(m, LaneBatchNorm) for m in model.module.modules()):
+        # Tokens lie in [K·B, tokens, ...] here and [K, B·tokens, ...] there, so no shape tells what grows with a batch.
+        two, four = (sum(_kept(model, (n, 3, *size), every=True).values()) for n in (2, 4))
+        return int(REST * (four - two) * batch / 2) + STATES * model.initial().bytes_per_lane()
+    kept = sum(_kept(model, (2, 3, *size)).values())
+    return int(REST * kept * batch / 2) + STATES * model.initial().bytes_per_lane()
+
+
+def _kept(model: LaneModel, shape: tuple[int, ...], every: bool = False) -> dict[int, int]:
+    """Returns the bytes that one lane keeps for the backward pass of a batch: of its images, or of everything."""
     state = model.initial()
     kept: dict[int, int] = {}
 
     def remember(tensor: Tensor) -> Tensor:
-        if tensor.shape[:1] == images.shape[:1]:  # of the images, not a parameter
+        if every:  # a slice keeps all that it is a slice of
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        elif tensor.shape[:1] == images.shape[:1]:  # of the images, not a parameter
             kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
@@ -95,7 +107,7 @@ def bytes_per_lane(model: LaneModel, size: tuple[int, int], batch: int) -> int:
         return tensor
 
     dtype = next(iter(state.params.values())).dtype
-    images = torch.zeros(2, 3, *size, dtype=dtype, device=model.device)
+    images = torch.zeros(shape, dtype=dtype, device=model.device)
     for p in state.params.values():
         p.requires_grad_()
     hooks = [m.register_forward_hook(columns) for m in model.module.modules() if isinstance(m, LaneConv2d)]
@@ -105,4 +117,4 @@ def bytes_per_lane(model: LaneModel, size: tuple[int, int], batch: int) -> int:
     del logits
     for hook in hooks:
         hook.remove()
-    return int(REST * sum(kept.values()) * batch / 2) + STATES * state.bytes_per_lane()
+    return kept

@@ -51,6 +51,17 @@ def _shared(module: nn.Module, trained: frozenset[str]) -> dict[str, str]:
     return {n: names[p] for n, p in every if p is not None and p in names and names[p] != n}
 
 
+def per_sample(owner: nn.Module, parameter: Tensor) -> bool:
+    """Returns whether a module can take a parameter `[1, a, b, ...]` with an entry per sample, `[K·B, a, b, ...]`.
+
+    Position embeddings are added to the samples, and a class token is expanded to one per sample. So a module that is
+    not one of torch's layers, or of ours, needs no change to be trained.
+    """
+    kinds = [k for k in type(owner).__mro__ if k is not nn.Module]
+    layer = any(k.__module__.startswith(("torch.nn.", "perada.lanes.")) for k in kinds)
+    return not layer and parameter.dim() > 2 and parameter.shape[0] == 1
+
+
 class LaneModel:
     """A module with frozen weights, whose lanes come from outside: `model(state, images)`.
 
@@ -90,6 +101,8 @@ class LaneModel:
         if not set(self._params) - self.inert:
             raise ValueError("nothing is trained: name a parameter group that is not empty")
         self._shared = _shared(module, trained)
+        owners = {n: layers[n.rpartition(".")[0]] for n in self._params}
+        self._per_sample = [n for n, m in owners.items() if per_sample(m, m.get_parameter(n.rpartition(".")[2]))]
         norms = [n for n, m in layers.items() if isinstance(m, LaneBatchNorm)]
         self._buffers = [f"{n}.{b}" for n in norms for b in ("running_mean", "running_var")]
         for layer in layers.values():
@@ -230,6 +243,10 @@ class LaneModel:
         return images.contiguous(memory_format=torch.channels_last) if images.is_cuda else images
 
     def _run(self, tensors: dict[str, Tensor], images: Tensor | Stem) -> Tensor:
+        for name in self._per_sample:
+            lanes, batch = tensors[name].flatten(0, 1), images.shape[0] // tensors[name].shape[0]
+            each = lanes.unsqueeze(1).expand(-1, batch, *lanes.shape[1:])
+            tensors = {**tensors, name: each.flatten(0, 1)}
         shared = {alias: tensors[name] for alias, name in self._shared.items()}
         # With torch's own ties, lanes would stay in a module that is used under two names.
         out: Tensor = functional_call(self.module, {**tensors, **shared}, (images,), tie_weights=False)

@@ -10,7 +10,7 @@ from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
-from ..adapters import adapt
+from ..adapters import Adapter, Residual, adapt, fitting
 from ..errors import InputError, unknown
 from ..lanes import LaneModel
 from ..models import group_sizes, network_of
@@ -71,6 +71,7 @@ __all__ = [
 
 GROUP = "perada.methods"  # of entry points
 VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+MORE: dict[str, Callable[..., Method]] = {"fedsa": partial(FedSim, own="lora_b")}  # only with LoRA
 REGISTRY: dict[str, Callable[..., Method]] = {  # in the order of the paper's table
     "standalone": Standalone,
     "mtl": MTL,
@@ -97,14 +98,17 @@ REGISTRY: dict[str, Callable[..., Method]] = {  # in the order of the paper's ta
 }
 
 
+KNOWN = {**REGISTRY, **MORE}
+
+
 def check_name(name: str) -> None:
     """Raises InputError if a name cannot be a method. Imports nothing."""
-    check("method", GROUP, name, REGISTRY)
+    check("method", GROUP, name, KNOWN)
 
 
 def _fields(name: str) -> tuple[Any, dict[str, Any]]:
     """Returns a method's class, and those of its fields that are settings: the ones not marked fixed."""
-    made = find("method", GROUP, name, REGISTRY)
+    made = find("method", GROUP, name, KNOWN)
     kind: Any = made.func if isinstance(made, partial) else made
     if not dataclasses.is_dataclass(kind):
         return kind, {}
@@ -131,8 +135,8 @@ def make_method(name: str, settings: Mapping[str, Any]) -> Method:
             if not known:
                 raise InputError(f"method {name!r} has no settings, so method.{key} means nothing: remove it")
             raise unknown("key", f"method.{key}", [f"method.{k}" for k in known])
-    made = find("method", GROUP, name, REGISTRY)
-    direct = name in REGISTRY or dataclasses.is_dataclass(made)  # then a ValueError is about a setting
+    made = find("method", GROUP, name, KNOWN)
+    direct = name in KNOWN or dataclasses.is_dataclass(made)  # then a ValueError is about a setting
     method = made(**settings) if direct else called("method", name, made, **settings)
     if isinstance(method, type) or not isinstance(method, Method):
         raise InputError(f"method {name!r} is a {type(method).__name__}, which lacks a part of perada.methods.Method")
@@ -149,7 +153,7 @@ def name_of(method: Method) -> dict[str, Any]:
     fixed = {f.name: getattr(method, f.name) for f in fields if f.metadata.get("fixed")}
     settings = {f.name: getattr(method, f.name) for f in fields if not f.metadata.get("fixed")}
     defaults = {f.name: f.default for f in fields if f.name in fixed}
-    for name, made in REGISTRY.items():
+    for name, made in KNOWN.items():
         ours, choices = (made.func, made.keywords) if isinstance(made, partial) else (made, {})
         if ours is kind and {**defaults, **choices} == fixed:
             return {"name": name, **settings}
@@ -172,9 +176,19 @@ def sizes_of(method: Method, lanes: LaneModel) -> dict[str, int]:
     }
 
 
-def method_sizes(name: str, backbone: str = "resnet18", classes: int = 10) -> dict[str, int]:
-    """Returns `sizes_of` a method with its defaults, less the size of the full model."""
-    made, method = network_of(backbone, classes), find("method", GROUP, name, REGISTRY)()
-    adapter = "residual" if method.parts.adapters else None
-    sizes = sizes_of(method, adapt(made.net, adapter=adapter, trained=method.parts.trains, head=made.head))
+def method_sizes(
+    name: str,
+    backbone: str = "resnet18",
+    classes: int = 10,
+    size: int | None = None,
+    adapter: Adapter | None = None,
+) -> dict[str, int]:
+    """Returns `sizes_of` a method with its defaults, less the size of the full model.
+
+    size: pixels per side of the images, for networks that are made for one size.
+    adapter: for methods with adapters; None takes the kind that the network has places for.
+    """
+    made, method = network_of(backbone, classes, size), find("method", GROUP, name, KNOWN)()
+    kind = (adapter or fitting(made.net, made.head) or Residual()) if method.parts.adapters else None
+    sizes = sizes_of(method, adapt(made.net, adapter=kind, trained=method.parts.trains, head=made.head))
     return {k: v for k, v in sizes.items() if k != "full"}

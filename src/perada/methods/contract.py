@@ -26,9 +26,12 @@ class Parts:
 
     @classmethod
     def all_but(cls, own: str | None) -> Self:
-        """Returns the parts of a method that trains everything and shares all of it but the personal group `own`."""
+        """Returns the parts of a method that shares all it trains but the personal group `own`: the full model, with
+        adapters where these are personal, or the adapters alone where their second matrices are."""
         if own == "adapter_modules":
             return cls(trains="everything", shares="everything", withholds=own, adapters=True)
+        if own == "lora_b":
+            return cls(trains="adapter", shares="adapter", withholds=own, adapters=True)
         return cls(withholds=own)
 
     def withheld(self, groups: Mapping[str, Group]) -> Group:

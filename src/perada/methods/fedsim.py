@@ -6,6 +6,9 @@ simultaneous one of its two algorithms (local procedure LocalSim). With u the sh
 
     v ← v − γ ∇_v F_m(u, v)   and   u ← u − γ ∇_u F_m(u, v)     both gradients at the same (u, v), τ steps
     u ← mean_m u_m                                              at the server; v_m stays with the client
+
+FedSA is the same on LoRA alone, with v_m the second matrices B and u the first matrices A, norms and head (Guo et al.,
+"Selective Aggregation for Low-Rank Adaptation in Federated Learning", ICLR 2025).
 """
 
 from dataclasses import dataclass, field

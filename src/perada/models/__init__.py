@@ -10,13 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..adapters import Residual
+from ..adapters import fitting, inserted
 from ..errors import InputError
 from ..lanes import Group, default_groups, key_of
 from ..plugins import called, check, find
 from .backbone import PACKAGES, Backbone
-from .efficientnet import ADAPT_FROM, MEAN, SCALES, STD, efficientnet_lite
+from .efficientnet import ADAPT_FROM, SCALES, efficientnet_lite
+from .efficientnet import MEAN as LITE_MEAN
+from .efficientnet import STD as LITE_STD
 from .resnet import SHAPES, resnet
+from .vit import MEAN, STD, is_vit, vit
+from .vit import SHAPES as VITS
+from .vit import SIZE as VIT_SIZE
 from .weights import WEIGHTS, WeightReport, load_into, read_weights
 
 __all__ = [
@@ -37,7 +42,7 @@ __all__ = [
     "with_weights",
 ]
 
-OURS: dict[str, Any] = {**SHAPES, **SCALES}
+OURS: dict[str, Any] = {**SHAPES, **SCALES, **VITS}
 BACKBONES = tuple(OURS)
 GROUP = "perada.backbones"  # of entry points
 
@@ -45,10 +50,11 @@ GROUP = "perada.backbones"  # of entry points
 def known(name: str) -> None:
     """Raises InputError if a name cannot be a backbone. Builds and imports nothing.
 
-    A name is one of `BACKBONES`, `torchvision:NAME`, `timm:NAME`, `package.module:callable`, or an entry point.
+    A name is one of `BACKBONES`, one of the vision transformers with a patch size (`vit_small_patch8`),
+    `torchvision:NAME`, `timm:NAME`, `transformers:NAME`, `package.module:callable`, or an entry point.
     """
     package, _, model = name.partition(":")
-    if not (package in PACKAGES and model):
+    if not (package in PACKAGES and model) and not is_vit(name):
         check("backbone", GROUP, name, OURS)
 
 
@@ -58,9 +64,10 @@ def names_code(name: str) -> bool:
     return bool(colon) and package not in PACKAGES
 
 
-def backbone(name: str, classes: int, seed: int = 0, head: str = "") -> Backbone:
+def backbone(name: str, classes: int, seed: int = 0, head: str = "", size: int | None = None) -> Backbone:
     """Returns the network of this name for so many classes, with first weights that depend on the seed.
 
+    size: pixels per side of the run's images, for networks that are made for one size; None takes the network's own.
     A callable gets `classes` and returns a module or a `Backbone`. A string attribute `head` of the callable or of the
     module names the prediction layer. The argument `head` overrides it.
     """
@@ -69,10 +76,12 @@ def backbone(name: str, classes: int, seed: int = 0, head: str = "") -> Backbone
         return Backbone(resnet(name, classes, seed), head or "fc", name=name)
     if name in SCALES:
         net = efficientnet_lite(name, classes, seed)
-        return Backbone(net, head or "fc", SCALES[name].size, (MEAN,) * 3, (STD,) * 3, name, ADAPT_FROM)
+        return Backbone(net, head or "fc", SCALES[name].size, (LITE_MEAN,) * 3, (LITE_STD,) * 3, name, ADAPT_FROM)
+    if is_vit(name):
+        return Backbone(vit(name, classes, seed, size), head or "head", VIT_SIZE, MEAN, STD, name)
     package, _, model = name.partition(":")
     make: Callable[..., Any] = (
-        partial(PACKAGES[package], model) if package in PACKAGES else find("backbone", GROUP, name, {})
+        partial(PACKAGES[package], model, size=size) if package in PACKAGES else find("backbone", GROUP, name, {})
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key_of(seed, "backbone") & (2**63 - 1))
@@ -91,9 +100,9 @@ def backbone(name: str, classes: int, seed: int = 0, head: str = "") -> Backbone
 
 
 @lru_cache
-def network_of(name: str, classes: int) -> Backbone:
+def network_of(name: str, classes: int, size: int | None = None) -> Backbone:
     """Returns a backbone with random weights; the same object for the same arguments."""
-    return backbone(name, classes)
+    return backbone(name, classes, size=size)
 
 
 def own_normalisation(name: str, classes: int, how: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
@@ -113,11 +122,11 @@ def own_normalisation(name: str, classes: int, how: str) -> tuple[tuple[float, .
 
 @lru_cache
 def count_groups(name: str, classes: int) -> dict[str, dict[str, int]]:
-    """Returns `group_sizes` of a backbone, with residual adapters where it has places for them."""
-    made, kind = network_of(name, classes), Residual()
-    net = copy.deepcopy(made.net)
-    if kind.places(net):
-        kind.insert(net, 0)
+    """Returns `group_sizes` of a backbone, with the adapters that it has places for, with their default settings."""
+    made = network_of(name, classes)
+    net, kind = copy.deepcopy(made.net), fitting(made.net, made.head)
+    if kind:
+        inserted(net, kind, 0, made.head)
     return group_sizes(net, default_groups(net, made.head))
 
 

@@ -1,8 +1,12 @@
-"""A network with what it says about its images, and the networks of torchvision and timm."""
+"""A network with what it says about its images, and the networks of torchvision, timm and transformers."""
 
 import difflib
+import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,27 +73,73 @@ class Backbone:
             raise InputError(f"the backbone must give logits [2, {classes}] for two images, not {shown}")
 
 
-def torchvision(name: str, classes: int) -> Backbone:
-    """Returns torchvision's network of this name, with random weights."""
+def torchvision(name: str, classes: int, size: int | None = None) -> Backbone:
+    """Returns torchvision's network of this name, with random weights, for images of `size` pixels per side."""
     models = package("torchvision", "torchvision.models")
     _check(name, models.list_models(module=models), "torchvision")
     images = models.get_model_weights(name).DEFAULT.transforms()
-    net = models.get_model(name, weights=None, num_classes=classes)
+    sized = {"image_size": size} if size and name.startswith("vit_") else {}
+    net = models.get_model(name, weights=None, num_classes=classes, **sized)
     return Backbone(net, size=images.crop_size[0], mean=tuple(images.mean), std=tuple(images.std))
 
 
-def timm(name: str, classes: int) -> Backbone:
-    """Returns timm's network of this name, with random weights."""
+def timm(name: str, classes: int, size: int | None = None) -> Backbone:
+    """Returns timm's network of this name, with random weights, for images of `size` pixels per side."""
     models = package("timm", "timm")
     if not models.is_model(name):
         _check(name, models.list_models(), "timm")
     net = models.create_model(name, pretrained=False, num_classes=classes)
+    if size and net.pretrained_cfg.get("fixed_input_size"):  # made for one size, such as a ViT
+        net = models.create_model(name, pretrained=False, num_classes=classes, img_size=size)
     head = next((n for n, m in net.named_modules() if m is net.get_classifier()), "")
     images = net.pretrained_cfg
     return Backbone(net, head, images["input_size"][-1], tuple(images["mean"]), tuple(images["std"]))
 
 
-PACKAGES = {"torchvision": torchvision, "timm": timm}
+def transformers(name: str, classes: int, size: int | None = None) -> Backbone:
+    """Returns a network of transformers with random weights, for images of `size` pixels per side.
+
+    name: a kind of model ("vit"), a folder that `save_pretrained` wrote, or a model of the local cache.
+    """
+    auto = package("transformers", "transformers")
+    config = _config(auto, name)
+    config.num_labels = classes
+    if size and isinstance(getattr(config, "image_size", None), int):
+        config.image_size = size
+    net = auto.AutoModelForImageClassification.from_config(config)
+    kind: Any = type(net)
+
+    class Logits(kind):  # type: ignore[misc]
+        """Gives logits instead of transformers' record of outputs; the names of its parameters stay theirs."""
+
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(pixel_values=images).logits  # type: ignore[no-any-return]
+
+    net.__class__ = Logits
+    about = _read_json(Path(name) / "preprocessor_config.json")
+    mean, std = (tuple(about[k]) if k in about else None for k in ("image_mean", "image_std"))
+    return Backbone(net, size=getattr(config, "image_size", None), mean=mean, std=std)
+
+
+def _config(auto: Any, name: str) -> Any:
+    """Returns the configuration of a kind of model, a folder or a model of the local cache."""
+    kinds = auto.AutoConfig.for_model
+    if re.fullmatch(r"[\w-]+", name) and not Path(name).exists():
+        try:
+            return kinds(name)
+        except ValueError as error:
+            raise InputError(f"transformers has no kind of model {name!r}, and there is no such folder") from error
+    try:
+        return auto.AutoConfig.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise InputError(f"transformers cannot read {name!r} as a folder or from its local cache") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text("utf8")) if path.is_file() else {}
+
+
+PACKAGES = {"torchvision": torchvision, "timm": timm, "transformers": transformers}
 
 
 def _check(name: str, known: Iterable[str], library: str) -> None:

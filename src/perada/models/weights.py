@@ -1,4 +1,4 @@
-"""Pretrained weights from a file, torchvision or timm; what did not fit is always reported."""
+"""Pretrained weights from a file, torchvision, timm or transformers; what did not fit is always reported."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,15 +13,10 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..inputs import user_path
 from .efficientnet import SCALES, own_names, weights_file
+from .vit import resampled
 
-WEIGHTS = (
-    "package",
-    "embedded",
-    "torchvision",
-    "timm",
-    "fedavg",
-    "random",
-)  # what ModelOptions.weights may be besides a file
+# What ModelOptions.weights may be besides a file.
+WEIGHTS = ("package", "embedded", "torchvision", "timm", "transformers", "fedavg", "random")
 LITES = ", ".join(SCALES)
 
 
@@ -109,7 +104,8 @@ def package(name: str, module: str) -> Any:
     try:
         return import_module(module)
     except (ImportError, RuntimeError) as error:  # a CUDA build next to a CPU torch raises RuntimeError
-        install = "pip install 'perada[vision]'" if name == "torchvision" else f"pip install {name}"
+        extra = "vision" if name == "torchvision" else "transformers"
+        install = f"pip install 'perada[{extra}]'"
         first = next(iter(str(error).splitlines()), "")
         raise InputError(f"{name} cannot be imported ({first}): {install}") from error
 
@@ -125,7 +121,16 @@ def _timm(name: str) -> nn.Module | None:
     return models.create_model(name, pretrained=True) if models.is_model(name) else None
 
 
-LIBRARIES: dict[str, Callable[[str], nn.Module | None]] = {"torchvision": _torchvision, "timm": _timm}
+def _transformers(name: str) -> nn.Module | None:
+    auto = package("transformers", "transformers")
+    return auto.AutoModelForImageClassification.from_pretrained(name, local_files_only=True)  # type: ignore[no-any-return]
+
+
+LIBRARIES: dict[str, Callable[[str], nn.Module | None]] = {
+    "torchvision": _torchvision,
+    "timm": _timm,
+    "transformers": _transformers,
+}
 
 
 def _from_library(library: str, backbone: str) -> dict[str, Tensor]:
@@ -151,6 +156,7 @@ def load_into(net: nn.Module, tensors: dict[str, Tensor], source: str, head: str
         fits = "new (the file's is for other classes)"
     elif not any(k.startswith(f"{head}.") for k in loaded):
         fits = "new (the file has none)"
+    loaded = {k: resampled(k, t, own[k]) if k in own else t for k, t in loaded.items()}
     wrong = [k for k in own.keys() & loaded.keys() if own[k].shape != loaded[k].shape]
     if wrong:
         k = min(wrong)

@@ -13,6 +13,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from .. import __version__
+from ..adapters import Exports
 from ..adapters.merged import merged_state
 from ..config import Config
 from ..data import Federation
@@ -114,8 +115,16 @@ class PersonalModel:
         """Writes one file: .safetensors is the personal part, or with `merged` the whole network.
 
         .pt2 and .onnx are the whole network as a program: pictures of any shape in, uint8
-        `[batch, height, width, 3]`, and probabilities out.
+        `[batch, height, width, 3]`, and probabilities out. A name without an ending is a folder in the format of
+        others, where the adapter has one (LoRA: PEFT's).
         """
+        adapter = self.config.model.strategy()
+        if not out.suffix and not merged and isinstance(adapter, Exports):
+            head = next(iter(self.network.group("output").params)).rpartition(".")[0]
+            names = [*self.state.params, *self.state.buffers]
+            for name, content in adapter.export(self.module(), names, head).items():
+                write_output(out / name, content, parents=True)
+            return
         check_out(out)
         notes = json.dumps(self.notes())
         if out.suffix != ".safetensors":

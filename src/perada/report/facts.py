@@ -11,7 +11,7 @@ from ..client.scores import Scores
 from ..data import Federation
 from ..errors import Damaged, InputError
 from ..methods import method_sizes
-from ..models import count_groups
+from ..models import network_of
 from ..predict.scores import DriftScores
 from ..runs.folder import RunFolder
 from ..runs.further import further_scores
@@ -279,9 +279,11 @@ def _sizes(run: Run, known: dict[str, int], holdings: Holdings | None) -> dict[s
     """Returns `trained`, `communicated`, `communicated_buffers` and `full`: what is known or can be counted."""
     if holdings is None or {"full", "trained"} <= known.keys():
         return known
-    backbone, classes = run.config.model.backbone, len(holdings.classes)
+    model, classes = run.config.model, len(holdings.classes)
+    size = run.federation.images.shape[-1]
     try:
-        full = count_groups(backbone, classes)["full"]["parameters"]
-        return {**method_sizes(run.config.method_name, backbone, classes), "full": full, **known}
+        counted = method_sizes(run.config.method_name, model.backbone, classes, size, model.strategy())
+        full = sum(p.numel() for p in network_of(model.backbone, classes, size).net.parameters())
+        return {**counted, "full": full, **known}
     except InputError:
         return known  # of a network or method from Python, which is not here
