@@ -13,16 +13,18 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: tests sta
 
 import torch
 
-LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
-if not torch.cuda.is_available():
+try:
+    import torchvision
+except RuntimeError:  # operator torchvision::nms does not exist
+    LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    import torchvision
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of other people's code
     import peft
     import timm
-    import torchvision
     import transformers
 
 __all__ = ["peft", "timm", "torchvision", "transformers"]
