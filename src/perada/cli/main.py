@@ -2,7 +2,6 @@
 
 import io
 import re
-import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -25,26 +24,23 @@ from ..errors import InputError, RunError
 from ..inputs import printable
 from ..lanes.machine import device_of, keep_memory
 from ..methods import REGISTRY, make_method, method_sizes
-from ..models import BACKBONES, count_groups, network_of
-from ..report import standings, write_partition, write_report
+from ..models import count_groups, network_of
+from ..report import standings, write_partition
 from ..report.facts import worth_of
-from ..report.tensorboard import write_events
-from ..runs.join import join
 from ..runs.names import chosen_source
-from ..runs.run import load
 from ..runs.train import train
 from ..sweep.compare import compare
 from ..sweep.tune import tune
-from ..theory import DELTA, IMAGES, bounds
 from . import tables
-from . import theory as bounds_tables
-from .console import INTERRUPTED, SAID, AsJson, say, show, tell
+from .console import INTERRUPTED, SAID, AsJson, say, show
 from .data import app as data_app
-from .drift import Aware, DriftSets, predicting, report_drift
+from .options import BACKBONE_HELP, Classes, DataPath, Lanes, Methods, NewDevice, Sets, Source, out_option
+from .runs import app as runs_app
 from .watch import watched
 
 typer.core.HAS_RICH = False  # the help is plain; typer 0.20, which flwr needs, would write "\[required]" in it
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.add_typer(runs_app)
 app.add_typer(data_app, name="data")
 if find_spec("flwr"):
     from .flower import app as flower_app
@@ -56,25 +52,6 @@ else:
     def no_flower() -> None:
         """Real federations over a network; needs pip install 'perada[flower]'."""
         raise InputError("perada flower needs Flower: pip install 'perada[flower]'")
-
-
-def _out(default: str) -> Any:
-    return typer.Option("--out", metavar="DIR", help=f"default {default}")
-
-
-SOURCE_HELP = "a preset's name or a TOML file; default digits, or folder with --data"
-BACKBONE_HELP = f"{', '.join(BACKBONES)}, torchvision:NAME, timm:NAME, transformers:NAME or package.module:callable"
-DATA_HELP = "your own: site/class/image.png, .npz or .csv"
-Source = Annotated[str | None, typer.Argument(metavar="PRESET | FILE.toml", help=SOURCE_HELP)]
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
-Classes = Annotated[int, typer.Option(min=1, help="outputs of the head")]
-Client = Annotated[str, typer.Option(help="whose personal model")]
-Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="section.key=value, repeatable")]
-Methods = Annotated[str | None, typer.Option(metavar="A,B,C | all", help="default all")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
-NewDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda; default auto")]
-Lanes = Annotated[str | None, typer.Option(metavar="auto | N", help="most lanes at once; auto: as many as fit")]
-DataPath = Annotated[str | None, typer.Option("--data", metavar="PATH", help=DATA_HELP)]
 
 
 def _overrides(sets: Sequence[str] | None, lanes: str | None = None, data: str | None = None) -> dict[str, Any]:
@@ -99,7 +76,7 @@ def train_command(
     data: DataPath = None,
     sets: Sets = None,
     seed: Annotated[int | None, typer.Option(help="of the training; data.seed is the split's")] = None,
-    out_dir: Annotated[Path | None, _out("runs/PRESET-METHOD-SEED")] = None,
+    out_dir: Annotated[Path | None, out_option("runs/PRESET-METHOD-SEED")] = None,
     device: NewDevice = None,
     lanes: Lanes = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue an unfinished run")] = False,
@@ -137,7 +114,7 @@ def compare_command(
     sets: Sets = None,
     device: NewDevice = None,
     lanes: Lanes = None,
-    out_dir: Annotated[Path | None, _out("runs/compare-PRESET")] = None,
+    out_dir: Annotated[Path | None, out_option("runs/compare-PRESET")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue, method by method; adds what is new")] = False,
     jobs: Annotated[int, typer.Option(min=0, help="runs at once, a thread each; 0: as many as is sensible")] = 0,
     as_json: AsJson = False,
@@ -174,7 +151,7 @@ def tune_command(
         list[str] | None, typer.Option("--grid", metavar="KEY=A,B,...", help="values to try instead, repeatable")
     ] = None,
     device: NewDevice = None,
-    out_dir: Annotated[Path | None, _out("runs/tune-PRESET")] = None,
+    out_dir: Annotated[Path | None, out_option("runs/tune-PRESET")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue, point by point")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -197,143 +174,6 @@ def tune_command(
     use = f"wrote {path}; use it with: perada compare {path} --methods {','.join(best)}"
     document = {"path": str(path), "chosen": best, "results": search.results()}
     show(as_json, document, tables.search(search.table()), use)
-
-
-@app.command()
-def evaluate(
-    run: RunPath,
-    on: Annotated[
-        str | None,
-        typer.Option(help="local, val, global, shifted, fog, fog:3, cifar10.1, cifar10-c, ...; default local,global"),
-    ] = None,
-    data: DataPath = None,
-    drift: Aware = False,
-    sets: DriftSets = None,
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Test every client's personal model. With --drift also when it notices drift, by default on `mixed` too."""
-    opened = load(run, data=data, set=predicting(sets), device=device, say=say)
-    names = [s.strip() for s in (on or ("local,global,mixed" if drift else "local,global")).split(",") if s.strip()]
-    if not names:
-        raise InputError("--on: name at least one test set, such as local,global")
-    if drift:
-        with watched() as watch:
-            found = opened.drift_scores(names, watch.copies)
-        show(as_json, {"run": str(run), **found.as_dict()}, tables.drift_scores(found))
-        return
-    with watched() as watch:
-        scores = opened.evaluate(names, watch.copies)
-    try:
-        if opened.note(scores):
-            say(f"noted in {run}: perada report {shlex.quote(str(run))} shows it")
-    except OSError as error:
-        say(f"warning: cannot write to {run} ({error.strerror}): its report will not show these scores")
-    show(as_json, {"run": str(run), **{k: v.as_dict() for k, v in scores.items()}}, tables.scores(scores))
-
-
-@app.command("bounds")
-def bounds_command(
-    run: RunPath,
-    images: Annotated[int, typer.Option(min=0, help="most images of 32×32 pixels per measurement; 0: all")] = IMAGES,
-    delta: Annotated[float, typer.Option(help="probability that a confidence statement fails")] = DELTA,
-    data: DataPath = None,
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Measure the terms of the paper's theorems on a finished run, and say what to do about them."""
-    measured = bounds(load(run, data=data, device=device, say=say), images, delta)
-    show(as_json, measured.as_dict(), *bounds_tables.pages(measured))
-
-
-@app.command()
-def predict(
-    run: RunPath,
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="pictures of any size, or folders of them")],
-    client: Client,
-    data: DataPath = None,
-    drift: Aware = False,
-    sets: DriftSets = None,
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Predict what images show, with one client's personal model."""
-    opened = load(run, data=data, set=predicting(sets), device=device, say=say)
-    predictions = opened.predict(client, images, drift)
-    show(as_json, predictions, tables.predictions(predictions))
-
-
-@app.command("drift")
-def drift_command(
-    run: RunPath,
-    images: Annotated[list[Path], typer.Argument(metavar="FOLDER | IMAGE...", help="pictures of any size")],
-    client: Client,
-    data: DataPath = None,
-    sets: DriftSets = None,
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Say whether images look like a client's own. The exit code is 0 if they do, and 3 if they have drifted."""
-    opened = load(run, data=data, set=predicting(sets), device=device, say=say)
-    report_drift(opened.predictor(client).check(images), as_json)
-
-
-@app.command()
-def export(
-    run: RunPath,
-    client: Client,
-    out_file: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            help=".safetensors: weights; .pt2, .onnx: the whole network; a folder: LoRA for PEFT",
-        ),
-    ],
-    merged: Annotated[bool, typer.Option("--merged", help="the whole network, adapters merged into it")] = False,
-    data: DataPath = None,
-) -> None:
-    """Write a client's personal adapter (or merged model) to one file; .onnx needs pip install 'perada[onnx]'."""
-    load(run, data=data, say=say).export(client, out_file, merged)
-    tell(f"wrote {out_file}")
-
-
-@app.command("join")
-def join_command(
-    run: RunPath,
-    data: Annotated[str, typer.Option("--data", metavar="FOLDER", help="class/image files, a manifest or .npz")],
-    name: Annotated[str, typer.Option("--name", help="the new client's name")],
-    rounds: Annotated[int | None, typer.Option(help="of training; default as often as a client took part")] = None,
-    out_dir: Annotated[Path | None, _out("RUN-NAME")] = None,
-    device: Device = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an existing run")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Give a new client a personal model from a finished run; nobody else changes."""
-    made = join(run, data=data, name=name, rounds=rounds, out=out_dir, device=device, overwrite=overwrite, say=say)
-    page = made.path / "report.html"
-    document = {"run": str(made.path), "report": str(page), "client": name, **made.summary["joined"]}
-    show(as_json, document, tables.joined(made), f"run      {made.path}\nreport   {page}")
-
-
-@app.command()
-def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders; several are compared")],
-    out_file: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="default RUN/report.html")] = None,
-    tensorboard: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="also files there for tensorboard --logdir FOLDER")
-    ] = None,
-    theory: Annotated[bool, typer.Option("--theory", help="measure what `perada bounds` does, too")] = False,
-    sites: Annotated[bool, typer.Option("--sites", help="say per site whether joining is worth it")] = False,
-) -> None:
-    """Write one self-contained HTML page about one or several runs."""
-    opened = [load(r, say=say) for r in runs]
-    if tensorboard is not None:
-        write_events([(r.path.resolve().name, r.folder.evaluations()) for r in opened], tensorboard)
-        tell(f"wrote {tensorboard}")
-    path = out_file or opened[0].path / "report.html"
-    write_report(opened, path, theory, sites)
-    tell(f"wrote {path}")
 
 
 @app.command()
