@@ -183,6 +183,7 @@ def predictions(images: Sequence[Mapping[str, Any]]) -> Table:
     """Returns the most probable classes of each image, or all labels of multi-label data and which are present."""
     table = house_table(None, "image", "prediction")
     table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"  # a long path leaves the prediction whole
+    table.columns[1].no_wrap = not any(one["multilabel"] for one in images)  # many labels take several lines
     for one in images:
         best = list(one["probabilities"].items())[: None if one["multilabel"] else 3]
         least = one.get("thresholds", {})
