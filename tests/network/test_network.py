@@ -161,10 +161,16 @@ def test_a_site_killed_mid_round_keeps_its_adapter_and_comes_back(net: Net) -> N
         assert run.wait(200) == 0
     clock.done.set()
     assert clock.longest() <= 10 + 10
-    found = {r["round"]: r.get("absent", []) for r in rows(net.home / "state" / "runs" / "killed")}
+    folder = net.home / "state" / "runs" / "killed"
+    found = {r["round"]: r.get("absent", []) for r in rows(folder)}
     assert found[1] == []
     assert found[2] == ["west"]
     assert found[9] == []
+    over = [r["local_test"] for r in rows(folder)]  # every mean says over whom it is
+    assert ["west"] in [scores.get("missing") for scores in over]
+    for scores in over:
+        assert len([v for v in scores["per_client"].values() if v is not None]) == 3 - len(scores.get("missing", ()))
+    assert "2 of 3 clients, without west" in (folder / "report.html").read_text("utf8")
     entries = state.rounds(id)
     assert 1 not in entries  # what was half written counts for nothing
     assert entries[-1] == 8
