@@ -15,6 +15,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([OFFLINE, *filter(None, [os.environ.g
 
 import no_network  # noqa: E402
 
+os.environ.pop("COLUMNS", None)  # the workers of xdist have one: tables would be as narrow as somebody's window
+
 # The promises tested here (byte-identity, float64 to 1e-9) are the CPU's; a GPU in the machine must not change them.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

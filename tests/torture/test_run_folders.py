@@ -12,6 +12,7 @@ from .faults import FAULTS, Bench, files_of
 
 MUTATIONS = int(os.environ.get("PERADA_MUTATIONS", "100"))
 FIRST = int(os.environ.get("PERADA_FIRST", "0"))  # so that 1,000 can be tried in parts
+PARTS = 4  # tests, for as many processes
 FINE = ("same", "reported", "refused", "edited")
 
 
@@ -23,8 +24,12 @@ def table(seen: Counter[tuple[str, str]]) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.parametrize("part", range(PARTS))
 def test_no_fault_in_a_run_folder_changes_a_result_unsaid(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    part: int,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # no power is cut here
     home, seen, wrong = tmp_path_factory.mktemp("torture"), Counter[tuple[str, str]](), []
@@ -37,7 +42,7 @@ def test_no_fault_in_a_run_folder_changes_a_result_unsaid(
         again = bench.answers()
         assert {n: bench.outcome(n, a, set()) for n, a in again.items()} == dict.fromkeys(again, "same")
     kinds = list(FAULTS)
-    for number in range(FIRST, FIRST + MUTATIONS):
+    for number in range(FIRST + part, FIRST + MUTATIONS, PARTS):
         kind, bench = kinds[number % len(kinds)], benches[number // len(kinds) % len(benches)]
         bench.copy()
         rng = np.random.default_rng(number)
