@@ -58,7 +58,7 @@ GARBAGE = {
 def test_garbage_is_refused_by_name_and_the_round_completes(net: Net) -> None:
     """A good round, then a kind of garbage each."""
     net.misbehave({"west": {f"train-{r}": what for r, what in enumerate(GARBAGE, 1)}})
-    net.setting(train__rounds=len(GARBAGE) + 1, distill__steps=0)
+    net.setting({"quarantine": 0}, train__rounds=len(GARBAGE) + 1, distill__steps=0)
     path = net.run("garbage")
     refused = {e["round"]: e for e in net.events("garbage") if e["event"] == "refused"}
     assert sorted(refused) == list(range(1, len(GARBAGE) + 1))

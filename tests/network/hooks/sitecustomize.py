@@ -21,7 +21,7 @@ if "perada.flower.superexec" in sys.orig_argv:
     from perada.client.cohort import LocalCohort
     from perada.flower import app, processes
     from perada.flower.messages import FORMAT, STATE, read_request
-    from perada.runs import folder as runs
+    from perada.runs import files as runs
 
     processes.LATE = 5.0
     NAME = "params/fc.weight"
