@@ -304,6 +304,12 @@ def test_labels_by_hand() -> None:
     assert (two.auc, two.positive, two.found, two.wrong) == (None, 0, 0, 1)
 
 
+def test_a_label_that_is_not_known_is_neither_right_nor_wrong() -> None:
+    truth = np.array([[1.0], [np.nan], [0.0], [np.nan]])
+    (one,) = labels(("a",), truth, np.array([[0.9], [0.8], [0.7], [0.1]]), [None])
+    assert (one.positive, one.found, one.wrong) == (1, 1, 1)
+
+
 def test_examples_show_the_surest_mistakes_first() -> None:
     truth = np.array([0, 1, 1, 0])
     shares = np.array([[0.6, 0.4], [0.7, 0.3], [0.9, 0.1], [0.8, 0.2]])
