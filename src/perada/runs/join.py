@@ -102,6 +102,7 @@ def join(
         old.config,
         data=options,
         train=replace(old.config.train, rounds=times, cohort=0),
+        drift=replace(old.config.drift, prior="uniform"),  # the other clients' label counts are not here
         run=replace(old.config.run, shifts=False, device=device or old.config.run.device),  # type: ignore[arg-type]
     )
     path = Path(out) if out is not None else Path(f"{old.path}-{name}")
