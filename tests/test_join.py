@@ -213,6 +213,7 @@ def test_a_network_that_says_itself_which_stages_are_adapted(world: Path) -> Non
     assert old.experiment.adapt_from
     new = perada.join(old, data=world / "new.npz", name="south", rounds=1, out=world / "stages", say=print)
     assert new.experiment.adapt_from == old.experiment.adapt_from
+    assert new.experiment.federation.features is not None, "the frozen stages are computed once"
     assert new.summary["parameters"]["trained"] == old.summary["parameters"]["trained"]
     assert new.summary["joined"].keys() >= {"personal", "standalone", "global"}
     again = perada.load(new.path)

@@ -6,7 +6,7 @@ Each pair of models is compared on the same images, so a bootstrap resamples the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -115,7 +115,8 @@ def joining(run: Run, alone: Run | None = None) -> list[Site]:
         rivals["common"] = _right(run, others["common"], data, shared)
     if alone is not None:
         same = alone.folder.about() == {**alone.folder.about(), **data.facts()}
-        rivals["alone"] = _right(alone, alone.experiment.personal(), data if same else alone.federation, shared)
+        images = replace(data if same else alone.federation, features=None)  # its frozen stages may be others
+        rivals["alone"] = _right(alone, alone.experiment.personal(), images, shared)
     return [
         Site(
             client.name,

@@ -48,7 +48,9 @@ class Newcomer:
         """Returns an experiment of this client alone, on the old run's frozen network."""
         before = self.old.experiment
         network = Backbone(before.net, before.head or "", adapt_from=before.adapt_from)
-        return build(config, federation=self.federation, to_train=False, net=network)
+        made = build(config, federation=self.federation, to_train=False, net=network)
+        made.keep_features()
+        return made
 
     def personal(self) -> Experiment:
         """Returns the experiment whose client has received the global model, and keeps what the method makes of it."""
