@@ -208,8 +208,8 @@ def test_every_method_with_both_can_be_joined(world: Path, method: str) -> None:
 
 def test_a_network_that_says_itself_which_stages_are_adapted(world: Path) -> None:
     """The folder preset's adapt_from=auto: the new client's frozen stages are those of the old run."""
-    settings = {"model__backbone": "efficientnet_lite0", "model__adapt_from": "auto", "data__normalise": "auto", "model__weights": "random"}
-    old = trained(world, "perada", train__rounds=1, **settings)
+    settings = {"model__backbone": "efficientnet_lite0", "model__weights": "random", "model__adapt_from": "auto"}
+    old = trained(world, "perada", train__rounds=1, data__normalise="auto", **settings)
     assert old.experiment.adapt_from
     new = perada.join(old, data=world / "new.npz", name="south", rounds=1, out=world / "stages", say=print)
     assert new.experiment.adapt_from == old.experiment.adapt_from

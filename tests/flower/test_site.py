@@ -175,7 +175,12 @@ def test_notes_follow_a_run_that_goes_back(world: World, log: str) -> None:
         file.write('{"round": 3, "lo')  # a kill
     assert [r["loss"] for r in state.notes(run_id)] == [3.0, 1.5]
     assert state.notes("never") == []
-    damaged = ('{"round": 3, "loss": "x"}', '{"round": 3, "loss": NaN}', '{"round": 1e999}', '{"round": 3, "undone": 5}')
+    damaged = (
+        '{"round": 3, "loss": "x"}',
+        '{"round": 3, "loss": NaN}',
+        '{"round": 1e999}',
+        '{"round": 3, "undone": 5}',
+    )
     with (state.path / run_id / "notes.jsonl").open("a") as file:
         file.write("\n".join(["", *damaged, ""]))
     assert [r["loss"] for r in state.notes(run_id)] == [3.0, 1.5], "what cannot have been written is left out"
