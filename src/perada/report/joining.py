@@ -137,7 +137,8 @@ def _sample(images: int, seed: int) -> Indices:
 def _right(run: Run, lanes: State, data: Federation, places: Indices) -> tuple[list[Right], list[Right]]:
     """Returns on which images each client's model is right: its own test images, and everybody's.
 
-    data: the images as this run has them, as size and normalisation may differ. places: of everybody's, in `data.test`.
+    data: the images as this run has them, as size and normalisation may differ.
+    places: of some of everybody's test images.
     """
     model, tests, shared = run.experiment.model, [c.test for c in data.clients], data.test[places]
     at_home = own_logits(model, lanes, data, tests)
