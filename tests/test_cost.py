@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from perada.client.cost import Peak, RoundCost, round_cost
 from perada.methods import REGISTRY, make_method, method_sizes
-from perada.models import network_of
+from perada.models import backbone, network_of
 
 CLASSES = 10
 
@@ -49,6 +50,14 @@ def test_distillation_costs_the_client_nothing(costs: dict[str, RoundCost]) -> N
     assert (one.bytes_up, one.bytes_down, one.gflop) == (other.bytes_up, other.bytes_down, other.gflop)
     assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
     assert all(cost.seconds > 0 for cost in costs.values())
+
+
+def test_a_transformer_is_measured_with_the_adapters_that_fit_it() -> None:
+    """Rank 8 adds little to the frozen network, and the bytes are those that `perada methods` lists."""
+    made = backbone("vit_tiny_patch4", CLASSES, size=8)
+    cost = round_cost(make_method("perada", {}), replace(made, size=8), CLASSES, images=4, batch=2)
+    lora = method_sizes("perada", "vit_tiny_patch4", CLASSES, 8)
+    assert cost.bytes_up == 4 * (lora["communicated"] + lora["communicated_buffers"])
 
 
 def test_memory_is_of_what_is_alive_at_once() -> None:

@@ -329,6 +329,33 @@ def test_multilabel_data_are_left_alone_unless_asked_for(tmp_path: Path) -> None
     assert run.summary["drift"]["aware"]["local_test"]["mean"] is not None
 
 
+def test_labels_that_are_not_known_do_not_count_as_absent(tmp_path: Path) -> None:
+    """Half of one label is unknown: its prior is a share of the known ones, in P and in the shared g."""
+    from perada.data.digits import digits
+
+    data, rng = digits(), np.random.default_rng(0)
+    y = np.stack([data.targets % 2, data.targets > 4], 1).astype(np.float32)
+    y[rng.permutation(len(y))[: len(y) // 2], 0] = np.nan
+    sites = {f"s{k}": (data.images[k * 100 : k * 100 + 100], y[k * 100 : k * 100 + 100]) for k in range(2)}
+    fed = perada.Federation.from_arrays(sites, val=0.2, test=0.2)
+    experiment = perada.Experiment(
+        perada.models.backbone("resnet8", 2).net,
+        fed,
+        perada.methods.Ditto(),
+        train=perada.Train(rounds=1, epochs=1, batch=8),
+        drift=perada.Drift(multilabel=True, prior="shared"),
+        device="cpu",
+    )
+    found, parts = experiment.run(tmp_path / "run").calibrations, []
+    for client in fed.clients:
+        labels = fed.targets[client.train, 0].numpy()
+        known = labels[~np.isnan(labels)]
+        assert found[client.name].own[0] == pytest.approx((known.sum() + 1) / (len(known) + 2))
+        parts.append(known)
+    every = np.concatenate(parts)
+    assert found["s0"].everyone[0] == pytest.approx((every.sum() + 1) / (len(every) + 2))
+
+
 def test_the_report_shows_drift_per_client(home: Path, tmp_path: Path) -> None:
     """Local, Global and mixed with and without, for every client; and s at home and abroad."""
     cli.main(["report", str(home), "--out", str(tmp_path / "page.html")])

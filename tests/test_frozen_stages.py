@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_close_norm, assert_same_tensors
-from small import everything
+from small import everything, plain
 from torch import Tensor, nn
 
 import perada
@@ -23,6 +23,7 @@ from perada.errors import InputError
 from perada.lanes import Prefix, gather, repeat
 from perada.methods import REGISTRY, make_method
 from perada.models import backbone
+from perada.report.facts import Holdings, _sizes
 
 WHERE = "project_conv$"  # narrow layers: small adapters, quick tests
 
@@ -296,3 +297,17 @@ def test_folded_is_one_lane_at_a_time(start: str) -> None:
         # A bias that a later norm subtracts has no gradient but rounding noise: each is measured by them all.
         whole = torch.stack([g.norm() for g in alone[1]]).norm()
         assert all((a[k] - b[0]).norm() <= 1e-9 * whole for a, b in zip(together[1], alone[1], strict=True))
+
+
+@pytest.mark.parametrize("method", ["perada", "fedavg"])
+def test_a_run_that_is_not_done_is_counted_with_its_frozen_stages(tmp_path: Path, method: str) -> None:
+    settings = {
+        "model.backbone": "efficientnet_lite0",
+        "model.weights": "random",
+        "model.adapt_from": "auto",
+        "data.normalise": "auto",
+        "distill.steps": 0,
+        "train.rounds": 1,
+    }
+    run = perada.train("digits", method=method, set=plain(settings), out=tmp_path / "run")
+    assert _sizes(run, {}, Holdings.of(run.federation)) == run.summary["parameters"]

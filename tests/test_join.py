@@ -14,6 +14,7 @@ from small import SMALL, tree
 import perada
 from perada.cli import main as cli
 from perada.client.interval import interval, wilson
+from perada.client.scores import personal_thresholds
 from perada.data.digits import digits
 from perada.errors import InputError, RunError
 from perada.lanes import repeat
@@ -203,6 +204,43 @@ def test_every_method_with_both_can_be_joined(world: Path, method: str) -> None:
         old.experiment.now.broadcast, repeat(new.experiment.method.init(new.experiment.model)[2], 1)
     )
     assert all(torch.allclose(first.params[n], sent.params[n]) for n in sent.params)
+
+
+def test_a_network_that_says_itself_which_stages_are_adapted(world: Path) -> None:
+    """The folder preset's adapt_from=auto: the new client's frozen stages are those of the old run."""
+    settings = {"model__backbone": "efficientnet_lite0", "model__weights": "random", "model__adapt_from": "auto"}
+    old = trained(world, "perada", train__rounds=1, data__normalise="auto", **settings)
+    assert old.experiment.adapt_from
+    new = perada.join(old, data=world / "new.npz", name="south", rounds=1, out=world / "stages", say=print)
+    assert new.experiment.adapt_from == old.experiment.adapt_from
+    assert new.experiment.federation.features is not None, "the frozen stages are computed once"
+    assert new.summary["parameters"]["trained"] == old.summary["parameters"]["trained"]
+    assert new.summary["joined"].keys() >= {"personal", "standalone", "global"}
+    again = perada.load(new.path)
+    assert again.evaluate("local")["local_test"].mean == new.summary["joined"]["personal"]["score"]
+
+
+def test_it_notices_drift_by_its_own_data_alone(world: Path) -> None:
+    """The old run took g from all clients' label counts. From its own alone, nothing would ever be drift."""
+    old = trained(world, "perada", train__rounds=1, drift__prior="shared")
+    new = perada.join(old, data=world / "new.npz", name="south", rounds=1, out=world / "aware", say=print)
+    by = perada.load(new.path).calibrations["south"]
+    assert by.everyone == pytest.approx([0.1] * 10)
+    assert by.deviation > 0
+
+
+def test_thresholds_of_labels_are_chosen_for_it(tmp_path: Path) -> None:
+    data, sites = digits(), ("east", "north", "west")
+    y = np.stack([data.targets % 2, data.targets > 4], 1).astype(np.uint8)
+    for file, rows in (("others", slice(0, 180)), ("new", slice(180, 260))):
+        more = {"site": np.repeat(np.array(sites), 60)} if file == "others" else {}
+        names = np.array(["odd", "large"])
+        np.savez(tmp_path / file, images=data.images[rows, 0], labels=y[rows], classes=names, **more)
+    settings = {**SETTINGS, "data.root": str(tmp_path / "others.npz"), "distill.steps": 0, "train.rounds": 1}
+    old = perada.train("digits", set=settings, out=tmp_path / "run")
+    new = perada.join(old, data=tmp_path / "new.npz", name="south", rounds=2, out=tmp_path / "joined", say=print)
+    (wanted,) = personal_thresholds(new.experiment.model, new.experiment.personal(), new.federation).values()
+    assert perada.load(new.path).personal("south").thresholds == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,21 @@ def test_the_differences_are_those_of_the_scores(runs: dict[str, Path]) -> None:
         assert common.value == pytest.approx(scores["global_test"]["per_client"][found.name] - server, abs=1e-6)
 
 
+def test_a_model_trained_alone_sees_images_as_it_was_trained_on_them(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Same split, other normalisation: the differences are still those of the two runs' own scores."""
+    how = {"data__test": 0.2, "data__server_val": 0.5, "data__normalise": "imagenet"}
+    assert train(tmp_path / "alone", "--method", "standalone", **how) == 0
+    run, alone = (perada.load(path, device="cpu") for path in (runs["perada"], tmp_path / "alone"))
+    assert same_split([alone], run) is alone
+    for found in joining(run, alone):
+        own, everybody = found.own["alone"], found.everybody["alone"]
+        assert own is not None
+        assert everybody is not None
+        for difference, split_name in ((own, "local_test"), (everybody, "global_test")):
+            scores = [of.summary[split_name]["per_client"][found.name] for of in (run, alone)]
+            assert difference.value == pytest.approx(scores[0] - scores[1], abs=1e-6)
+
+
 def test_the_page_has_what_was_asked_for(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,16 +12,17 @@ from small import plain
 
 import perada
 from perada.cli.tables import results
+from perada.client.interval import wilson
 from perada.client.scores import majority_scores
 from perada.data import Federation
 from perada.report.facts import gather_facts
-from perada.report.worth import Worth, interval, margin
+from perada.report.worth import Worth, margin
 
 
 @pytest.mark.parametrize(("right", "images"), [(0, 5), (36, 36), (20, 36), (499, 500)])
 def test_an_interval_is_wilsons(right: int, images: int) -> None:
     oracle = binomtest(right, images).proportion_ci(method="wilson")
-    assert interval(100 * right / images, images) == pytest.approx((100 * oracle.low, 100 * oracle.high), abs=1e-4)
+    assert wilson(right, images) == pytest.approx((100 * oracle.low, 100 * oracle.high), abs=1e-4)
 
 
 def test_the_margin_of_a_mean_covers_it() -> None:
@@ -57,7 +58,8 @@ def test_a_run_says_what_its_scores_are_worth(tmp_path: Path) -> None:
     labels = fed.targets.numpy()
     common = np.bincount(labels[client.train], minlength=10).argmax()
     assert facts.worth.constant[client.name] == pytest.approx(100 * (labels[client.test] == common).mean())
-    low, high = interval(run.summary["local_test"]["per_client"][client.name], len(client.test))
+    score = run.summary["local_test"]["per_client"][client.name]
+    low, high = wilson(round(score * len(client.test) / 100), len(client.test)) or (0, 0)
     assert facts.worth.interval(client.name) == f"{low:.0f} to {high:.0f}"
     page = html.unescape((tmp_path / "run" / "report.html").read_text())
     assert all(line in page for line in facts.worth.lines)

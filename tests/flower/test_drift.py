@@ -102,6 +102,9 @@ def test_a_site_predicts_and_checks_images(
     code = cli.main(["flower", "drift", *files, "--set", "drift.threshold=0.001", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert code == (3 if found["z"] > 0.001 else 0)
+    for prior in ("shared", "public"):
+        assert cli.main(["flower", "predict", *files, "--drift", "--set", f"drift.prior={prior}"]) == 2
+        assert f"drift.prior={prior} works in simulations only" in capsys.readouterr().err
     state.write_text(state.read_text().replace('"mean"', '"mend"'))
     with pytest.raises(Damaged, match="delete it"):
         personal_predictor(settings)

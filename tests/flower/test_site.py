@@ -175,6 +175,15 @@ def test_notes_follow_a_run_that_goes_back(world: World, log: str) -> None:
         file.write('{"round": 3, "lo')  # a kill
     assert [r["loss"] for r in state.notes(run_id)] == [3.0, 1.5]
     assert state.notes("never") == []
+    damaged = (
+        '{"round": 3, "loss": "x"}',
+        '{"round": 3, "loss": NaN}',
+        '{"round": 1e999}',
+        '{"round": 3, "undone": 5}',
+    )
+    with (state.path / run_id / "notes.jsonl").open("a") as file:
+        file.write("\n".join(["", *damaged, ""]))
+    assert [r["loss"] for r in state.notes(run_id)] == [3.0, 1.5], "what cannot have been written is left out"
 
 
 def test_nothing_of_the_notes_is_sent(tmp_path: Path) -> None:
@@ -302,6 +311,12 @@ def test_labels_by_hand() -> None:
     one, two = labels(("a", "b"), truth, shares, [0.5, None])
     assert (one.auc, one.positive, one.found, one.wrong) == (50.0, 2, 1, 1)
     assert (two.auc, two.positive, two.found, two.wrong) == (None, 0, 0, 1)
+
+
+def test_a_label_that_is_not_known_is_neither_right_nor_wrong() -> None:
+    truth = np.array([[1.0], [np.nan], [0.0], [np.nan]])
+    (one,) = labels(("a",), truth, np.array([[0.9], [0.8], [0.7], [0.1]]), [None])
+    assert (one.positive, one.found, one.wrong) == (1, 1, 1)
 
 
 def test_examples_show_the_surest_mistakes_first() -> None:

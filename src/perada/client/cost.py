@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..adapters import adapt
+from ..adapters import Residual, adapt, fitting
 from ..client.trainer import Train, Trainer
 from ..data import Client, Federation
 from ..lanes import State
@@ -44,7 +44,7 @@ class RoundCost:
 
 def round_cost(method: Method, made: Backbone, classes: int, images: int = IMAGES, batch: int = BATCH) -> RoundCost:
     """Returns what one round of a method costs one client, on the CPU in float32."""
-    adapter = "residual" if method.parts.adapters else None
+    adapter = (fitting(made.net, made.head) or Residual()) if method.parts.adapters else None
     model = adapt(made.net, adapter=adapter, trained=method.parts.trains, head=made.head).to("cpu", torch.float32)
     federation = _client(images, classes, made.size or SIZE)
     options = Train(rounds=1, epochs=1, batch=batch, lr=1e-3)

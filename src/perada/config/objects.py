@@ -60,7 +60,7 @@ def build(
         method,
         adapter=config.model.strategy(),
         head=made.head,
-        adapt_from=made.adapt_from if config.model.adapt_from == "auto" else config.model.adapt_from,
+        adapt_from=made.first_adapted(config.model.adapt_from),
         public=images,
         train=config.train,
         distill=config.distill,

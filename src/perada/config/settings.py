@@ -1,19 +1,19 @@
 """Settings as `section.key: value`, laid over a preset or file for several runs of it."""
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, unknown
 from ..methods import grids, hyperparameters
+from ..predict.drift import Drift
 from .keys import Config
 
 Settings = Mapping[str, Any]
 MACHINE = ("run.device", "run.lanes")  # chosen per machine
 MOVED = (*MACHINE, "data.root")  # may differ on the machine that resumes a plan
-PREDICTING = frozenset(
-    {"drift.window", "drift.threshold", "drift.prior", "drift.mix", "drift.strength", "drift.multilabel"}
-)  # training does not depend on it
+PREDICTING = frozenset(f"drift.{f.name}" for f in fields(Drift))  # training does not depend on it
 RESUMED = (*MOVED, "train.rounds", *PREDICTING)  # what a resumed run may change
 RULES = frozenset(
     {"train.aggregate", "train.trim"}

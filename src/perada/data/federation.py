@@ -226,6 +226,13 @@ class Federation:
             return np.stack([np.nansum(targets[c.train], 0).astype(np.int64) for c in self.clients])
         return np.stack([np.bincount(targets[c.train], minlength=len(self.classes)) for c in self.clients])
 
+    def known_counts(self) -> NDArray[np.int64]:
+        """Returns in how many training samples per client each label is known, `[clients, classes]`."""
+        if not self.multilabel:
+            return np.repeat([[len(c.train)] for c in self.clients], len(self.classes), 1)
+        known = ~np.isnan(self.targets.cpu().numpy())
+        return np.stack([known[c.train].sum(0) for c in self.clients])
+
     def facts(self) -> dict[str, Any]:
         """Returns what a run folder notes about its data: who holds which images, and how many of which classes."""
         return {

@@ -15,7 +15,7 @@ from ..predict.drift import Calibration, Drift
 from ..predict.personal import PersonalModel
 from ..predict.predictor import Predictor
 from ..report.site import SitePage
-from ..runs.calibration import ADVICE, MADE_WITH, calibrated
+from ..runs.calibration import ADVICE, MADE_WITH, calibrated, check_labels
 from ..runs.files import is_whole, read_object, sealed, write_output
 from ..server.checks import Refused
 from .settings import SiteSettings
@@ -94,6 +94,9 @@ def personal_predictor(settings: SiteSettings, run: str = "", set: Settings | No
     of = site_run(settings, run)
     experiment, config = of.experiment, of.work.config
     options = replace(config.drift, **{key.removeprefix("drift."): v for key, v in (set or {}).items()})
+    if options.prior != "uniform":
+        raise InputError(f"Drift.prior={options.prior} works in simulations only: a site knows its own data alone")
+    check_labels(experiment.federation, options)
     experiment.drift = options
     personal, shared = experiment.both_models()
     rest = experiment.federation, _calibration(of, options), options, config.data.fit

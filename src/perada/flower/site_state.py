@@ -31,12 +31,13 @@ from typing import Any
 
 from ..errors import InputError
 from ..lanes import State
-from ..runs.files import locked, read_file, replaced, write_atomic
+from ..runs.files import is_number, locked, read_file, replaced, write_atomic
 from ..runs.states import load_state, read_states, save_state
 from ..server.checks import Refused
 from .settings import MAX_ROUND, SiteSettings
 
 NOTES = "notes.jsonl"
+MEASURED = ("loss", "local_test", "local_val")  # what a row of the notes may have
 _ENTRY = re.compile(r"round-(\d{4,})")
 
 
@@ -201,8 +202,11 @@ class SiteState:
         for line in lines:
             try:
                 row = json.loads(line)
-                number, undone = int(row["round"]), row.get("undone", "")
+                number, undone = row["round"], row.get("undone", "")
+                values = [row[key] for key in MEASURED if row.get(key) is not None]
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a kill while it was written
+                continue
+            if not (is_number(number, int) and isinstance(undone, str) and all(map(is_number, values))):
                 continue
             back = min(history[len(undone.split(",")) if undone else 0 :], default=number)
             if number <= back:

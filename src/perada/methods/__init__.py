@@ -182,13 +182,17 @@ def method_sizes(
     classes: int = 10,
     size: int | None = None,
     adapter: Adapter | None = None,
+    adapt_from: str = "",
 ) -> dict[str, int]:
     """Returns `sizes_of` a method with its defaults, less the size of the full model.
 
     size: pixels per side of the images, for networks that are made for one size.
     adapter: for methods with adapters; None takes the kind that the network has places for.
+    adapt_from: the first stage that is adapted, as in `ModelOptions`.
     """
     made, method = network_of(backbone, classes, size), find("method", GROUP, name, KNOWN)()
     kind = (adapter or fitting(made.net, made.head) or Residual()) if method.parts.adapters else None
-    sizes = sizes_of(method, adapt(made.net, adapter=kind, trained=method.parts.trains, head=made.head))
+    start = made.first_adapted(adapt_from)
+    lanes = adapt(made.net, adapter=kind, trained=method.parts.trains, head=made.head, start=start)
+    sizes = sizes_of(method, lanes)
     return {k: v for k, v in sizes.items() if k != "full"}

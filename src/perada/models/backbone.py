@@ -50,6 +50,10 @@ class Backbone:
         layer = dict(self.net.named_modules()).get(self.head)
         return layer if layer is not None and any(True for _ in layer.parameters(recurse=False)) else None
 
+    def first_adapted(self, chosen: str) -> str:
+        """Returns the first stage that is adapted with this `ModelOptions.adapt_from`; empty for all."""
+        return self.adapt_from if chosen == "auto" else chosen
+
     def load(self, weights: str) -> WeightReport | None:
         """Loads pretrained weights (see `read_weights`) and reports what fitted. "random" loads nothing."""
         if weights == "random":

@@ -64,8 +64,8 @@ def everyones_prior(
     if options.prior == "uniform":
         return uniform_prior(many, multilabel)
     if options.prior == "shared":
-        samples = sum(len(c.train) for c in federation.clients)
-        return label_prior(torch.from_numpy(federation.label_counts().sum(0)), samples, multilabel)
+        counts, known = (torch.from_numpy(n.sum(0)) for n in (federation.label_counts(), federation.known_counts()))
+        return label_prior(counts, known, multilabel)
     if public is None:
         raise InputError("Drift.prior=public needs public images: set Distill.data, or Drift.prior=uniform")
     return mean_prior(logits_of(model, shared, federation, public)[0], multilabel)
@@ -86,9 +86,9 @@ def calibrations(
     clients, multilabel = federation.clients, federation.multilabel
     values = [c.val for c in clients]
     v, w = own_logits(model, personal, federation, values), [logits_on(model, shared, federation, i)[0] for i in values]
-    made = {}
-    for client, counts, own, global_ in zip(clients, federation.label_counts(), v, w, strict=True):
-        prior = label_prior(torch.from_numpy(counts), len(client.train), multilabel)
+    made, counts = {}, (federation.label_counts(), federation.known_counts())
+    for client, labels, known, own, global_ in zip(clients, *counts, v, w, strict=True):
+        prior = label_prior(torch.from_numpy(labels), torch.from_numpy(known), multilabel)
         start = Calibration(prior, everyone, multilabel=multilabel)
         made[client.name] = calibrated(start, own, global_, federation.labels(client.val), options)
     return made

@@ -94,13 +94,15 @@ class Calibration:
         return float((yes - no).abs().sum() if self.multilabel else yes.max() - yes.min())
 
 
-def label_prior(counts: Sequence[float] | Tensor, samples: int = 0, multilabel: bool = False) -> tuple[float, ...]:
+def label_prior(
+    counts: Sequence[float] | Tensor, samples: Sequence[float] | Tensor | int = 0, multilabel: bool = False
+) -> tuple[float, ...]:
     """Returns the prior of labels that were counted: every class has one more than it has.
 
-    samples: how many images were counted, for multi-label data.
+    samples: how many images were counted, for multi-label data: of all labels alike, or of each label.
     """
-    more = torch.as_tensor(counts, dtype=torch.float64) + 1
-    return tuple((more / (samples + 2 if multilabel else more.sum())).tolist())
+    more, of = (torch.as_tensor(n, dtype=torch.float64) for n in (counts, samples))
+    return tuple(((more + 1) / (of + 2 if multilabel else (more + 1).sum())).tolist())
 
 
 def uniform_prior(classes: int, multilabel: bool = False) -> tuple[float, ...]:

@@ -282,7 +282,9 @@ def _sizes(run: Run, known: dict[str, int], holdings: Holdings | None) -> dict[s
     model, classes = run.config.model, len(holdings.classes)
     size = run.federation.images.shape[-1]
     try:
-        counted = method_sizes(run.config.method_name, model.backbone, classes, size, model.strategy())
+        counted = method_sizes(
+            run.config.method_name, model.backbone, classes, size, model.strategy(), model.adapt_from
+        )
         full = sum(p.numel() for p in network_of(model.backbone, classes, size).net.parameters())
         return {**counted, "full": full, **known}
     except InputError:

@@ -6,7 +6,7 @@ Each pair of models is compared on the same images, so a bootstrap resamples the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -108,13 +108,15 @@ def joining(run: Run, alone: Run | None = None) -> list[Site]:
     others = {"common": run.experiment.global_model}
     if data.multilabel or (others["common"] is None and alone is None):
         return []
-    shared = _sample(data, run.config.run.seed)
+    shared = _sample(len(data.test), run.config.run.seed)
     own, everybody = _right(run, run.experiment.personal(), data, shared)
     rivals = {}
     if others["common"] is not None:
         rivals["common"] = _right(run, others["common"], data, shared)
     if alone is not None:
-        rivals["alone"] = _right(alone, alone.experiment.personal(), data, shared)
+        same = alone.folder.about() == {**alone.folder.about(), **data.facts()}
+        images = replace(data if same else alone.federation, features=None)  # its frozen stages may be others
+        rivals["alone"] = _right(alone, alone.experiment.personal(), images, shared)
     return [
         Site(
             client.name,
@@ -125,16 +127,20 @@ def joining(run: Run, alone: Run | None = None) -> list[Site]:
     ]
 
 
-def _sample(data: Federation, seed: int) -> Indices:
-    """Returns everybody's test images, or a sample of them."""
-    if len(data.test) <= EVERYBODY:
-        return data.test
-    return np.sort(rng_of(seed, "joining").choice(data.test, EVERYBODY, replace=False))
+def _sample(images: int, seed: int) -> Indices:
+    """Returns the places of everybody's test images, or of a sample of them."""
+    if images <= EVERYBODY:
+        return np.arange(images)
+    return np.sort(rng_of(seed, "joining").choice(images, EVERYBODY, replace=False))
 
 
-def _right(run: Run, lanes: State, data: Federation, shared: Indices) -> tuple[list[Right], list[Right]]:
-    """Returns on which images each client's model is right: its own test images, and everybody's."""
-    model, tests = run.experiment.model, [c.test for c in data.clients]
+def _right(run: Run, lanes: State, data: Federation, places: Indices) -> tuple[list[Right], list[Right]]:
+    """Returns on which images each client's model is right: its own test images, and everybody's.
+
+    data: the images as this run has them, as size and normalisation may differ.
+    places: of some of everybody's test images.
+    """
+    model, tests, shared = run.experiment.model, [c.test for c in data.clients], data.test[places]
     at_home = own_logits(model, lanes, data, tests)
     elsewhere = logits_on(model, lanes, data, shared).expand(len(tests), -1, -1)
     return (

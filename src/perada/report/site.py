@@ -112,14 +112,14 @@ def confusion(truth: Numbers, said: Numbers, classes: int) -> Numbers:
 
 def labels(names: Sequence[str], truth: Numbers, shares: Numbers, areas: Sequence[float | None]) -> list[Label]:
     """Returns how well each label is found where a probability of one half counts as found."""
-    found, positive = shares >= 0.5, truth > 0.5
+    found, positive, negative = shares >= 0.5, truth == 1, truth == 0  # neither where the label is not known
     return [
         Label(
             name,
             None if areas[j] is None else 100.0 * float(areas[j] or 0.0),
             int(positive[:, j].sum()),
             int((found & positive)[:, j].sum()),
-            int((found & ~positive)[:, j].sum()),
+            int((found & negative)[:, j].sum()),
         )
         for j, name in enumerate(names)
     ]

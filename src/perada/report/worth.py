@@ -4,14 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-Z = 1.959964  # of a 95% interval
-
-
-def interval(score: float, images: int) -> tuple[float, float]:
-    """Returns Wilson's 95% interval of an accuracy in percent, measured on so many images."""
-    p, n = score / 100, images
-    middle, width = p + Z**2 / (2 * n), Z * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
-    return tuple(100 * (middle + side * width) / (1 + Z**2 / n) for side in (-1, 1))  # type: ignore[return-value]
+from ..client.interval import Z, wilson
 
 
 def margin(scores: Iterable[tuple[float, int]]) -> float | None:
@@ -45,7 +38,8 @@ class Worth:
         """Returns a client's interval as text."""
         if client not in self.scores:
             return "n/a"
-        low, high = interval(*self.scores[client])
+        score, images = self.scores[client]
+        low, high = wilson(round(score / 100 * images), images) or (0.0, 100.0)
         return f"{low:.0f} to {high:.0f}"
 
     @property

@@ -47,8 +47,10 @@ class Newcomer:
     def experiment(self, config: Config) -> Experiment:
         """Returns an experiment of this client alone, on the old run's frozen network."""
         before = self.old.experiment
-        network = Backbone(before.net, before.head or "")
-        return build(config, federation=self.federation, to_train=False, net=network)
+        network = Backbone(before.net, before.head or "", adapt_from=before.adapt_from)
+        made = build(config, federation=self.federation, to_train=False, net=network)
+        made.keep_features()
+        return made
 
     def personal(self) -> Experiment:
         """Returns the experiment whose client has received the global model, and keeps what the method makes of it."""
@@ -102,6 +104,7 @@ def join(
         old.config,
         data=options,
         train=replace(old.config.train, rounds=times, cohort=0),
+        drift=replace(old.config.drift, prior="uniform"),  # the other clients' label counts are not here
         run=replace(old.config.run, shifts=False, device=device or old.config.run.device),  # type: ignore[arg-type]
     )
     path = Path(out) if out is not None else Path(f"{old.path}-{name}")

@@ -304,8 +304,6 @@ def conclude(run: Run, experiment: Experiment, row: Evaluation) -> None:
     if pretrained:  # full models crossed the network then
         summary["pretrain"] = {k: pretrained[-1][k] for k in ("round", "bytes_up", "bytes_down", "seconds")}
     judge = _drift_judge(run, experiment)
-    if experiment.federation.multilabel and experiment.federation.clients:
-        summary["thresholds"] = personal_thresholds(experiment.model, experiment.personal(), experiment.federation)
     if experiment.options.shifts and experiment.federation.clients:
         sets = named_sets(experiment.federation, "shifted", severities=experiment.options.severities)
         whole = experiment.global_model if summary["global_model"] else None
@@ -346,7 +344,9 @@ def _drift_judge(run: Run, experiment: Experiment) -> DriftScorer | None:
 
 def summary_of(run: Run, experiment: Experiment, row: Evaluation) -> dict[str, Any]:
     """Returns what summary.json says: the last evaluation, and what the run cost."""
-    config, federation = run.config, experiment.federation
+    config, federation, more = run.config, experiment.federation, dict[str, Any]()
+    if federation.multilabel and federation.clients:
+        more["thresholds"] = personal_thresholds(experiment.model, experiment.personal(), federation)
     return {
         "name": run.path.name,
         "data": federation.name,
@@ -361,4 +361,5 @@ def summary_of(run: Run, experiment: Experiment, row: Evaluation) -> dict[str, A
         "device": str(experiment.device),
         "precision": precision_of(experiment.options.precision, experiment.device),
         "threads": torch.get_num_threads(),
+        **more,
     }
