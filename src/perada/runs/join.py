@@ -47,7 +47,7 @@ class Newcomer:
     def experiment(self, config: Config) -> Experiment:
         """Returns an experiment of this client alone, on the old run's frozen network."""
         before = self.old.experiment
-        network = Backbone(before.net, before.head or "")
+        network = Backbone(before.net, before.head or "", adapt_from=before.adapt_from)
         return build(config, federation=self.federation, to_train=False, net=network)
 
     def personal(self) -> Experiment:
