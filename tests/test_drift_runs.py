@@ -293,7 +293,7 @@ def test_wrong_settings_are_one_line(
 def test_a_folder_without_images_is_one_line(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert cli.main(["drift", str(home), "--client", "client-00", str(tmp_path / "empty")]) == 2
-    assert "holds no images" in capsys.readouterr().err
+    assert "no images in" in capsys.readouterr().err
 
 
 def test_what_cannot_be_compared_is_an_error_and_not_an_all_clear(home: Path) -> None:
@@ -305,6 +305,14 @@ def test_what_cannot_be_compared_is_an_error_and_not_an_all_clear(home: Path) ->
     flat = dataclasses.replace(predictor, calibration=dataclasses.replace(predictor.calibration, deviation=0.0))
     with pytest.raises(InputError, match="equally often"):
         flat.check(images)
+    by = dataclasses.replace(predictor.calibration, mean=0.0, deviation=1.0, images=4)
+    rare = dataclasses.replace(by, own=(0.91, *[0.01] * 9), everyone=(0.1,) * 10)  # s is at least log 0.1: z to 4.6
+    few = dataclasses.replace(predictor, calibration=rare)
+    with pytest.raises(InputError, match="too few to notice drift"):
+        few.check(images[:1])
+    even = dataclasses.replace(rare, own=(0.145, *[0.095] * 9))  # at least log 0.95: z to 0.1, with any images
+    with pytest.raises(InputError, match=r"nearly equally often, or too few validation images \(4\)"):
+        dataclasses.replace(predictor, calibration=even).check(images)
     with pytest.raises(InputError, match="uint8"):
         predictor.predict(images.float())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from ..data import Federation
 from ..data.fit import Fit
 from ..errors import InputError, RunError
 from ..lanes import LaneModel, State, stack
-from .drift import Calibration, Drift, Verdict, answer, at_home, balanced, everywhere, judged, likeness, mixed
+from .drift import Calibration, Drift, Verdict, answer, at_home, balanced, everywhere, farthest, judged, likeness, mixed
 from .pictures import Images, Say, batches, silent
 
 
@@ -109,14 +110,27 @@ class Predictor:
         if not by.images:
             raise InputError(f"{self.client} has no validation images to compare with: raise DataOptions.val")
         if not by.deviation:
-            raise InputError(f"{self.client} has all classes equally often, so its images look like everybody's")
+            raise InputError(f"{self.client} has all classes equally often, so drift cannot be noticed there")
         v, w = self.logits(images)
+        self._refuse_blind(len(v))
         said = answer(by, v, w, self.options, size=len(v))
         shares, counts = said.probabilities.mean(0).tolist(), by.own
         z, share = float(said.verdict.z[0]), float(said.verdict.share[0])
         names = self.federation.classes
         both = (dict(zip(names, values, strict=True)) for values in (shares, counts))
         return Check(self.client, len(v), z, self.options.threshold, share, *both)
+
+    def _refuse_blind(self, images: int) -> None:
+        """Refuses so many images if they would pass the test whatever they show."""
+        by, threshold = self.calibration, self.options.threshold
+        if farthest(by, images) > threshold:
+            return
+        if farthest(by, math.inf) > threshold:
+            raise InputError(f"{images} images are too few to notice drift at {self.client}: give more")
+        raise InputError(
+            f"{self.client} has all classes nearly equally often, or too few validation images ({by.images}), so drift "
+            "cannot be noticed there"
+        )
 
 
 class Stream:
