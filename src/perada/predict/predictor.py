@@ -21,6 +21,8 @@ from ..lanes import LaneModel, State, stack
 from .drift import Calibration, Drift, Verdict, answer, at_home, balanced, everywhere, farthest, judged, likeness, mixed
 from .pictures import Images, Say, batches, silent
 
+HALF = 0.5  # an estimated share of home images below which nobody should be told that all is well
+
 
 @dataclass(frozen=True)
 class Answers:
@@ -55,13 +57,20 @@ class Check:
     @property
     def sentence(self) -> str:
         """Returns what was found, and what to do."""
+        one = self.images == 1
+        these = "This image" if one else f"These {self.images} images"
+        if not self.drifted and self.share < HALF:
+            return (
+                f"{these} may not look like those of {self.client}: about {self.share:.0%} are as at home, but that "
+                "may be chance. Give more images, or look at some of them."
+            )
         if not self.drifted:
-            return f"These {self.images} images look like those of {self.client}. Nothing needs to be done."
+            return f"{these} look{'s' * one} like those of {self.client}. Nothing needs to be done."
         name = max(self.mix, key=lambda n: self.mix[n] - self.home[n])
         change = f"{name!r} is {self.mix[name]:.0%} of them, and {self.home[name]:.0%} at home"
         return (
-            f"These {self.images} images do not look like those of {self.client}: about {self.share:.0%} are as at "
-            f"home; {change}. Check where they come from, predict them with --drift, and have some of them labelled."
+            f"{these} do{'es' * one} not look like those of {self.client}: about {self.share:.0%} are as at home; "
+            f"{change}. Check where they come from, predict them with --drift, and have some of them labelled."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -126,7 +135,8 @@ class Predictor:
         if farthest(by, images) > threshold:
             return
         if farthest(by, math.inf) > threshold:
-            raise InputError(f"{images} images are too few to notice drift at {self.client}: give more")
+            few = "1 image is" if images == 1 else f"{images} images are"
+            raise InputError(f"{few} too few to notice drift at {self.client}: give more")
         raise InputError(
             f"{self.client} has all classes nearly equally often, or too few validation images ({by.images}), so drift "
             "cannot be noticed there"
