@@ -25,6 +25,7 @@ from perada.predict.drift import (
     balanced,
     distance,
     everywhere,
+    farthest,
     home_share,
     label_prior,
     likeness,
@@ -50,6 +51,20 @@ def test_formulas_by_hand() -> None:
     assert likeness(BY, b).tolist() == pytest.approx([s])
     z = (0.3 - (s + 0.1) / 2) / (0.4 * (1 / math.sqrt(2) + 1 / 4))
     assert float(distance(BY, torch.tensor([s, 0.1], dtype=torch.float64))) == pytest.approx(z)
+
+
+def test_the_farthest_z_is_that_of_images_which_are_surely_of_the_rarest_class() -> None:
+    s = torch.full((9,), math.log(0.4), dtype=torch.float64)
+    assert BY.least == pytest.approx(math.log(0.4))
+    assert farthest(BY, 9) == pytest.approx(float(distance(BY, s)))
+    assert farthest(BY, math.inf) == pytest.approx((0.3 - math.log(0.4)) / (0.4 / 4))
+    assert farthest(replace(BY, images=0), 9) == farthest(replace(BY, deviation=0.0), 9) == 0
+    some = likeness(BY, balanced(BY, *(100 * torch.randn(2, 500, 2, generator=torch.Generator().manual_seed(0)))))
+    assert float(some.min()) >= BY.least - 1e-9
+    labels = Calibration((0.8, 0.1), HALF, multilabel=True)
+    assert labels.least == pytest.approx(math.log(0.4) + math.log(0.2))  # not the first, and the second
+    sure = torch.tensor([[-50.0, 50.0]], dtype=torch.float64)
+    assert likeness(labels, sure).tolist() == pytest.approx([labels.least])
 
 
 def test_the_home_share_is_where_em_ends() -> None:

@@ -22,6 +22,7 @@ from perada.cli import main as cli
 from perada.client.scores import logits_on
 from perada.errors import Damaged, InputError
 from perada.predict.drift import answer
+from perada.predict.predictor import Check
 from perada.runs.run import Run
 
 FAST: dict[str, Any] = {"data__server_val": 0.5, "data__val": 0.2, "data__test": 0.15, "drift__window": 8}
@@ -296,6 +297,22 @@ def test_a_folder_without_images_is_one_line(home: Path, tmp_path: Path, capsys:
     assert "no images in" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("images", "z", "share", "says"),
+    [
+        (1, 0.1, 1.0, "This image looks like those of x. Nothing needs to be done."),
+        (9, 2.9, 0.5, "These 9 images look like those of x. Nothing needs to be done."),
+        (9, 2.9, 0.0, "These 9 images may not look like those of x: about 0% are as at home, but that may be chance."),
+        (1, 3.1, 0.0, "This image does not look like those of x: about 0% are as at home; 'b' is 60% of them"),
+        (9, 3.1, 0.0, "These 9 images do not look like those of x"),
+    ],
+)
+def test_the_sentence_claims_no_more_than_the_numbers(images: int, z: float, share: float, says: str) -> None:
+    found = Check("x", images, z, 3.0, share, {"a": 0.4, "b": 0.6}, {"a": 0.9, "b": 0.1})
+    assert found.sentence.startswith(says)
+    assert found.drifted == (z > 3)
+
+
 def test_what_cannot_be_compared_is_an_error_and_not_an_all_clear(home: Path) -> None:
     run = opened(home)
     predictor, images = run.predictor("client-00"), run.federation.images[:5]
@@ -305,6 +322,14 @@ def test_what_cannot_be_compared_is_an_error_and_not_an_all_clear(home: Path) ->
     flat = dataclasses.replace(predictor, calibration=dataclasses.replace(predictor.calibration, deviation=0.0))
     with pytest.raises(InputError, match="equally often"):
         flat.check(images)
+    by = dataclasses.replace(predictor.calibration, mean=0.0, deviation=1.0, images=4)
+    rare = dataclasses.replace(by, own=(0.91, *[0.01] * 9), everyone=(0.1,) * 10)  # s is at least log 0.1: z to 4.6
+    few = dataclasses.replace(predictor, calibration=rare)
+    with pytest.raises(InputError, match="1 image is too few to notice drift"):
+        few.check(images[:1])
+    even = dataclasses.replace(rare, own=(0.145, *[0.095] * 9))  # at least log 0.95: z to 0.1, with any images
+    with pytest.raises(InputError, match=r"nearly equally often, or too few validation images \(4\)"):
+        dataclasses.replace(predictor, calibration=even).check(images)
     with pytest.raises(InputError, match="uint8"):
         predictor.predict(images.float())
 

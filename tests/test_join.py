@@ -124,6 +124,22 @@ def test_the_lone_model_is_standalone_for_as_many_rounds(joined: Any, world: Pat
     assert alone.summary["local_test"]["mean"] == new.summary["joined"]["standalone"]["score"]
 
 
+def test_the_new_client_adapts_the_stages_that_the_run_adapts(world: Path) -> None:
+    """Where the backbone itself says which stages those are, as in the preset `folder`."""
+    small = {"train.rounds": 1, "train.cohort": 0, "distill.steps": 0}
+    auto = {"model.backbone": "efficientnet_lite0", "model.weights": "random", "model.adapt_from": "auto"}
+    settings = {**SETTINGS, "data.root": str(world / "others.npz"), **small, **auto}
+    old = perada.train("digits", set=settings, out=world / "runs" / "stage7")
+    new = perada.join(old, data=world / "new.npz", name="south", out=world / "joined-stage7")
+    assert new.experiment.adapt_from == old.experiment.adapt_from == "stage7"
+    told, personal = new.summary["joined"], perada.load(new.path).state("south")
+    sent = old.experiment.now.broadcast
+    assert personal.params.keys() == sent.params.keys()
+    assert personal.buffers.keys() == sent.buffers.keys()
+    assert new.summary["parameters"]["trained"] == old.summary["parameters"]["trained"]
+    assert set(told) >= {"personal", "standalone", "global"}
+
+
 def test_everything_that_opens_a_run_opens_it(joined: Any, world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, new, _, _ = joined
     from PIL import Image

@@ -208,7 +208,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "evaluate on an empty path": (["evaluate", "run", "--data", ""], ["--data is empty"]),
     "a path for the embedded digits": ([*TRAIN, "--data", "sites"], ["digits", "folder"]),
     "data folder missing": ([*FOLDER, "--data", "gone"], ["no folder", "gone'", "--data"]),
-    "data folder is a file": ([*FOLDER, "--data", "notes.txt"], ["notes.txt"]),
+    "data folder is a file": ([*FOLDER, "--data", "notes.txt"], ["notes.txt", "neither a folder nor"]),
     "data folder empty": ([*FOLDER, "--data", "empty"], ["empty", "no images", "site/class/image"]),
     "data folder of two depths": ([*FOLDER, "--data", "mixed"], ["different depths"]),
     "sites where there are none": (
@@ -250,7 +250,10 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "predict a decompression bomb": (["predict", "run", "--client", "client-00", "bomb.png"], ["bomb.png"]),
     "export for an unknown client": (["export", "run", "--client", "x", "--out", "x.safetensors"], ["'x'"]),
-    "export to another format": (["export", "run", "--client", "client-00", "--out", "x.pt"], [".safetensors"]),
+    "export to another format": (
+        ["export", "run", "--client", "client-00", "--out", "x.pt"],
+        [".safetensors, .pt2 or .onnx"],
+    ),
     "export into a folder that is not there": (
         ["export", "run", "--client", "client-00", "--out", "gone/x.safetensors"],
         ["gone/x.safetensors"],

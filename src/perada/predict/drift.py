@@ -87,6 +87,13 @@ class Calibration:
         return own.logit() - everyone.logit() if self.multilabel else own.log() - everyone.log()
 
     @property
+    def least(self) -> float:
+        """The smallest value that s can have: that of an image which is surely of the rarest class."""
+        own, everyone = (torch.tensor(p, dtype=torch.float64) for p in (self.own, self.everyone))
+        yes, no = (own / everyone).log(), ((1 - own) / (1 - everyone)).log()
+        return float(torch.minimum(yes, no).sum() if self.multilabel else yes.min())
+
+    @property
     def widest(self) -> float:
         """The distance between the largest and the smallest value that s can have."""
         own, everyone = (torch.tensor(p, dtype=torch.float64) for p in (self.own, self.everyone))
@@ -180,6 +187,13 @@ def distance(by: Calibration, s: Tensor) -> Tensor:
     mean = torch.where(known, s, 0.0).sum(-1) / n.clamp(min=1)
     scale = by.deviation * (1 / n.clamp(min=1).double().sqrt() + 1 / math.sqrt(by.images))
     return torch.where(n > 0, (by.mean - mean) / scale, 0.0)
+
+
+def farthest(by: Calibration, n: float) -> float:
+    """Returns the greatest z that a window of n images can have."""
+    if not by.images or not by.deviation:
+        return 0.0
+    return (by.mean - by.least) / (by.deviation * (1 / math.sqrt(n) + 1 / math.sqrt(by.images)))
 
 
 @dataclass(frozen=True)

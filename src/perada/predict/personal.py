@@ -31,7 +31,7 @@ MIDDLE = 0.5  # the threshold of a label for which none was chosen
 def check_out(out: Path) -> None:
     """Refuses a file name that does not say what to write, and a kind of file whose packages are missing."""
     if out.suffix not in ENDINGS:
-        raise InputError(f"--out {out}: the name must end in {' or '.join(ENDINGS)}")
+        raise InputError(f"--out {out}: the name must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
     if out.suffix == ".onnx" and not (find_spec("onnx") and find_spec("onnxscript")):
         raise InputError(f"--out {out}: ONNX files need pip install 'perada[onnx]'")
 

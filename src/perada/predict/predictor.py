@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,8 +18,10 @@ from ..data import Federation
 from ..data.fit import Fit
 from ..errors import InputError, RunError
 from ..lanes import LaneModel, State, stack
-from .drift import Calibration, Drift, Verdict, answer, at_home, balanced, everywhere, judged, likeness, mixed
+from .drift import Calibration, Drift, Verdict, answer, at_home, balanced, everywhere, farthest, judged, likeness, mixed
 from .pictures import Images, Say, batches, silent
+
+HALF = 0.5  # an estimated share of home images below which nobody should be told that all is well
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,20 @@ class Check:
     @property
     def sentence(self) -> str:
         """Returns what was found, and what to do."""
+        one = self.images == 1
+        these = "This image" if one else f"These {self.images} images"
+        if not self.drifted and self.share < HALF:
+            return (
+                f"{these} may not look like those of {self.client}: about {self.share:.0%} are as at home, but that "
+                "may be chance. Give more images, or look at some of them."
+            )
         if not self.drifted:
-            return f"These {self.images} images look like those of {self.client}. Nothing needs to be done."
+            return f"{these} look{'s' * one} like those of {self.client}. Nothing needs to be done."
         name = max(self.mix, key=lambda n: self.mix[n] - self.home[n])
         change = f"{name!r} is {self.mix[name]:.0%} of them, and {self.home[name]:.0%} at home"
         return (
-            f"These {self.images} images do not look like those of {self.client}: about {self.share:.0%} are as at "
-            f"home; {change}. Check where they come from, predict them with --drift, and have some of them labelled."
+            f"{these} do{'es' * one} not look like those of {self.client}: about {self.share:.0%} are as at home; "
+            f"{change}. Check where they come from, predict them with --drift, and have some of them labelled."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -109,14 +119,28 @@ class Predictor:
         if not by.images:
             raise InputError(f"{self.client} has no validation images to compare with: raise DataOptions.val")
         if not by.deviation:
-            raise InputError(f"{self.client} has all classes equally often, so its images look like everybody's")
+            raise InputError(f"{self.client} has all classes equally often, so drift cannot be noticed there")
         v, w = self.logits(images)
+        self._refuse_blind(len(v))
         said = answer(by, v, w, self.options, size=len(v))
         shares, counts = said.probabilities.mean(0).tolist(), by.own
         z, share = float(said.verdict.z[0]), float(said.verdict.share[0])
         names = self.federation.classes
         both = (dict(zip(names, values, strict=True)) for values in (shares, counts))
         return Check(self.client, len(v), z, self.options.threshold, share, *both)
+
+    def _refuse_blind(self, images: int) -> None:
+        """Refuses so many images if they would pass the test whatever they show."""
+        by, threshold = self.calibration, self.options.threshold
+        if farthest(by, images) > threshold:
+            return
+        if farthest(by, math.inf) > threshold:
+            few = "1 image is" if images == 1 else f"{images} images are"
+            raise InputError(f"{few} too few to notice drift at {self.client}: give more")
+        raise InputError(
+            f"{self.client} has all classes nearly equally often, or too few validation images ({by.images}), so drift "
+            "cannot be noticed there"
+        )
 
 
 class Stream:
