@@ -211,7 +211,7 @@ def test_folders_and_manifests_give_what_their_options_give(files: Path) -> None
     assert [c.name for c in wanted.clients] == ["a", "b"]
     with pytest.raises(InputError, match=r"no folder '.*/gone'"):
         Federation.from_folder(files / "gone")
-    with pytest.raises(InputError, match="no folder"):
+    with pytest.raises(InputError, match="is a file: give a folder"):
         Federation.from_folder(table)
     with pytest.raises(InputError, match=r"data is not a manifest: give a \.csv or \.tsv file"):
         Federation.from_manifest(root)

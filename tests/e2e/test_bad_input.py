@@ -208,7 +208,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "evaluate on an empty path": (["evaluate", "run", "--data", ""], ["--data is empty"]),
     "a path for the embedded digits": ([*TRAIN, "--data", "sites"], ["digits", "folder"]),
     "data folder missing": ([*FOLDER, "--data", "gone"], ["no folder", "gone'", "--data"]),
-    "data folder is a file": ([*FOLDER, "--data", "notes.txt"], ["notes.txt", "neither a folder nor"]),
+    "data folder is a file": ([*FOLDER, "--data", "notes.txt"], ["notes.txt", "is a file: give a folder"]),
     "data folder empty": ([*FOLDER, "--data", "empty"], ["empty", "no images", "site/class/image"]),
     "data folder of two depths": ([*FOLDER, "--data", "mixed"], ["different depths"]),
     "sites where there are none": (

@@ -34,7 +34,7 @@ def folder(root: str, size: int, skip_bad: bool, fit: Fit = "crop") -> Source:
     base = user_path(root)
     if not root or not base.is_dir():
         if base.is_file() and root:
-            raise InputError(f"DataOptions.root: {root!r} is neither a folder nor a .csv, .tsv or .npz file")
+            raise InputError(f"DataOptions.root: {root!r} is a file: give a folder, or a .csv, .tsv or .npz file")
         what = f"DataOptions.root: no folder {root!r}" if root else "your own images are needed"
         raise InputError(f"{what}: give --data PATH with site/class/image files")
     files, others = image_and_other_files(base)
