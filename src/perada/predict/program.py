@@ -70,8 +70,8 @@ class Program(nn.Module):
         columns = torch.arange(images.shape[2], dtype=torch.float64, device=images.device)
         down, across = self._plan(rows[-1] + 1, columns[-1] + 1)
         planes = images.to(torch.float64).permute(0, 3, 1, 2)
-        planes = _rounded(planes @ _weights(columns, across, self.width).T)
-        return _rounded(_weights(rows, down, self.height) @ planes)
+        planes = _rounded(planes @ _weights(columns, across, self.width, 0))
+        return _rounded(_weights(rows, down, self.height, 1) @ planes)
 
     def _plan(self, height: Tensor, width: Tensor) -> tuple[Side, Side]:
         """Returns what happens to the rows and to the columns of pictures of this shape."""
@@ -91,23 +91,26 @@ class Program(nn.Module):
         return plans[0], plans[1]
 
 
-def _weights(places: Tensor, side: Side, wanted: int) -> Tensor:
-    """Returns the share of each row (or column) in each of the `wanted` ones, times `ONE`, `[wanted, places]`.
+def _weights(places: Tensor, side: Side, wanted: int, axis: int) -> Tensor:
+    """Returns the share of each row (or column) in each of the `wanted` ones, times `ONE`.
 
+    axis: that of the places: 1 is `[wanted, places]`, 0 `[places, wanted]`. A transposed matrix would do, too, but ONNX
+    Runtime 1.20 fuses it into an operation that it does not have in float64.
     The middle of the scaled rows is kept. Where there are fewer than wanted, those around them have no weights.
     """
     first, used, scaled = side
     over = scaled - wanted
     at = torch.arange(wanted, dtype=places.dtype, device=places.device) + (over.abs() / 2).floor() * over.sign()
+    at, places = (at[:, None], places[None, :]) if axis == 1 else (at[None, :], places[:, None])
     ratio = used / scaled
     reach = ratio.clamp_min(1.0)  # more than 1: antialiased
-    centre = ((at + 0.5) * ratio)[:, None]
+    centre = (at + 0.5) * ratio
     place = places - first
     low = (centre - 2 * reach + 0.5).floor().clamp_min(0)
     high = torch.minimum((centre + 2 * reach + 0.5).floor(), used)
-    inside = (place >= low) & (place < high) & ((at >= 0) & (at < scaled))[:, None]
+    inside = (place >= low) & (place < high) & (at >= 0) & (at < scaled)
     weights = torch.where(inside, _cubic((place - centre + 0.5) * (1 / reach)), 0.0)
-    total = weights.sum(1, keepdim=True)
+    total = weights.sum(axis, keepdim=True)
     weights = weights / torch.where(total == 0, 1.0, total) * ONE
     return weights.sign() * (weights.abs() + 0.5).floor()
 
