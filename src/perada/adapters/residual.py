@@ -52,7 +52,7 @@ class Residual:
             return [n for n in convs if re.search(where, n)]
         if is_resnet(n for n, _ in module.named_parameters()):
             return [n for n, m in convs.items() if m.kernel_size == (3, 3) and "." in n]
-        # A convolution that cuts an image into patches makes a transformer's tokens: it is no part of a block.
+        # A convolution that cuts an image into patches makes a transformer's tokens. It is not part of a block.
         wide = {n: m for n, m in convs.items() if max(m.kernel_size) > 1 and not PATCHES.search(n)}
         return [n for n, m in wide.items() if "." in n or norm_behind(module, n, m)] or list(wide)
 
