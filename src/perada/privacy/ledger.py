@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .accountant import Step, Steps, epsilon, solve
+from .accountant import Step, Steps, epsilon
 from .options import Privacy
-from .sampling import Sampling, cohort_plan, plan
 
 Row = list[Any]  # samples, probability, most, noise, steps: as a ledger is written
-
-
-def spent_in(sampling: Sampling, copies: int, noise: float) -> Steps:
-    """Returns the steps of a round in which a client trains so many copies, each with draws and noise of its own."""
-    return {Step.of(sampling, noise): copies * sampling.steps}
 
 
 def together(one: Steps, other: Steps) -> Steps:
@@ -67,29 +61,3 @@ def _entry(samples: Any, probability: Any, most: Any, noise: Any, count: Any) ->
     if not 0 < probability <= 1 or not noise >= 0:
         raise ValueError("a row of a ledger has no such probability or noise")
     return Step(samples, float(probability), most, float(noise)), count
-
-
-def bills_of(
-    sizes: Mapping[str, int], batch: int, epochs: int, rounds: int, copies: int, cohort: int, privacy: Privacy
-) -> dict[str, Steps]:
-    """Returns what each client spends in so many rounds in which it takes part.
-
-    sizes: samples per client. cohort: clients per round, 0 for all. At level `client` all pay in every round, whether
-    drawn or not: the draw is part of the mechanism.
-    """
-    if privacy.level == "client":
-        of_all = spent_in(cohort_plan(len(sizes), cohort, rounds, privacy), 1, privacy.noise)
-        return dict.fromkeys(sizes, of_all)
-    return {
-        name: spent_in(plan(samples, batch, epochs, privacy), copies * rounds, privacy.noise)
-        for name, samples in sizes.items()
-        if samples
-    }
-
-
-def solved_noise(bills: Callable[[float], Mapping[str, Steps]], privacy: Privacy) -> float:
-    """Returns the least noise with which no client's ε passes `Privacy.target`, if it takes part in every round.
-
-    bills: what the clients spend in all rounds, with a given noise.
-    """
-    return solve(lambda noise: bills(noise).values(), privacy.target, privacy.delta, privacy.accountant)
