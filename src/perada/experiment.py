@@ -30,6 +30,7 @@ from .lanes.machine import arithmetic, device_of, free_memory, precision_of
 from .methods import Finisher, Method, expected_upload
 from .models import BACKBONES, Backbone
 from .predict.drift import Drift
+from .privacy import Privacy
 from .runs.folder import RunFolder
 from .runs.moment import Checkpoint, Evaluation, Moment, Progress
 from .runs.options import RunOptions, check_fit, check_kinds
@@ -68,6 +69,7 @@ class Experiment:
         what they make of an image is computed once. Empty adapts all.
     public: the server's images for distillation, uint8 `[n, C, H, W]`; only methods that distil need them.
     drift: how the clients' predictions notice drift; training does not depend on it.
+    privacy: differential privacy, of every sample or of every client; off by default.
     cohort: who trains; by default all clients of the federation on this machine.
     run: the fields of `RunOptions`: seed, eval_every, device, precision, lanes, ...
     """
@@ -85,11 +87,12 @@ class Experiment:
         train: Train = Train(),
         distill: Distill = Distill(),
         drift: Drift = Drift(),
+        privacy: Privacy = Privacy(),
         cohort: Callable[[Experiment], Cohort] | None = None,
         to_train: bool = True,
         **run: Any,
     ) -> None:
-        check_kinds(federation, method, train, distill, drift)
+        check_kinds(federation, method, train, distill, drift, privacy)
         self.options: RunOptions = run.pop("options", None) or made(RunOptions, run)
         self.device, self.dtype = device_of(self.options.device), DTYPES[self.options.precision]
         arithmetic(self.options.precision, self.device)
@@ -97,7 +100,7 @@ class Experiment:
             ops_for(self.device).get_ready(self.device)
         self.net, self.federation, self.method = net, federation.to(self.device), method
         self.adapter, self.head, self.train, self.distill = adapter_of(adapter), head, train, distill
-        self.adapt_from, self.drift = adapt_from, drift
+        self.adapt_from, self.drift, self.privacy = adapt_from, drift, privacy
         if to_train:
             image = 3, *federation.images.shape[-2:]
             Backbone(net, head or "").check(image, len(federation.classes))
@@ -105,7 +108,9 @@ class Experiment:
                 Prefix.check(net, adapt_from, image)
         self.model = lanes_of(net, method, self.adapter, head, self.options, adapt_from)
         self.cohort: Cohort = (
-            cohort(self) if cohort else LocalCohort(self.model, self.federation, method, train, self.options.seed)
+            cohort(self)
+            if cohort
+            else LocalCohort(self.model, self.federation, method, train, self.options.seed, privacy)
         )
         self.public: Sequence[Any] = []
         if to_train:

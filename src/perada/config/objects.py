@@ -65,6 +65,7 @@ def build(
         train=config.train,
         distill=config.distill,
         drift=config.drift,
+        privacy=config.privacy,
         cohort=cohort,
         to_train=to_train,
         options=config.run,
@@ -176,6 +177,7 @@ def describe(experiment: Experiment) -> Config:
         method=name_of(method),
         distill=replace(experiment.distill, data=GIVEN) if experiment.public else experiment.distill,
         drift=experiment.drift,
+        privacy=experiment.privacy,
         run=experiment.options,
     )
 

@@ -10,9 +10,10 @@ from .layers import LaneBatchNorm, LaneConv2d, Norm, ResidualAdapter
 from .machine import bytes_per_lane
 from .model import NOTHING, Group, LaneModel, divide
 from .ops import normalised, ops_for
-from .optim import Pull, adam, adam_states, sgd
+from .optim import Pull, Slopes, adam, adam_states, sgd
 from .pool import Pool
 from .random import fold, key_of, rng_of, uniform
+from .samples import Piece, Samples, sample_gradients, trained_names
 from .state import (
     State,
     flattened,
@@ -52,11 +53,14 @@ __all__ = [
     "LowRank",
     "Norm",
     "Options",
+    "Piece",
     "Pool",
     "Prefix",
     "Pull",
     "ResidualAdapter",
     "Result",
+    "Samples",
+    "Slopes",
     "State",
     "Stem",
     "Update",
@@ -86,11 +90,13 @@ __all__ = [
     "plain_attention",
     "repeat",
     "rng_of",
+    "sample_gradients",
     "scale",
     "scatter",
     "sent",
     "sgd",
     "split",
     "stack",
+    "trained_names",
     "uniform",
 ]

@@ -42,6 +42,16 @@ class Privacy:
     def on(self) -> bool:
         return self.noise > 0 or self.target > 0
 
+    @property
+    def of_samples(self) -> bool:
+        """Whether clients train with DP-SGD."""
+        return self.on and self.level == "sample"
+
+    @property
+    def of_clients(self) -> bool:
+        """Whether the server adds noise to the clients' sum."""
+        return self.on and self.level == "client"
+
     def capacity(self, batch: int) -> int:
         """Returns the fixed number of places in a batch whose expected size is `batch`."""
         return self.most or batch + math.ceil(4 * math.sqrt(batch))

@@ -9,6 +9,7 @@ from ..errors import InputError
 from ..fields import check_fields
 from ..methods import Method
 from ..predict.drift import Drift
+from ..privacy import Privacy
 from ..server.distill import Distill
 
 
@@ -33,13 +34,16 @@ class RunOptions:
             raise InputError(f"RunOptions.seed must be below 2^63, not {self.seed}")
 
 
-def check_kinds(federation: Federation, method: Method, train: Train, distill: Distill, drift: Drift) -> None:
+def check_kinds(
+    federation: Federation, method: Method, train: Train, distill: Distill, drift: Drift, privacy: Privacy
+) -> None:
     """Refuses arguments of the wrong type."""
     for name, value, kind in (
         ("federation", federation, Federation),
         ("train", train, Train),
         ("distill", distill, Distill),
         ("drift", drift, Drift),
+        ("privacy", privacy, Privacy),
     ):
         if not isinstance(value, kind):
             raise InputError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")

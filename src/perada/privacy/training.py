@@ -1,0 +1,61 @@
+"""SGD with private gradients on the lanes of many clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..data.federation import Federation
+from ..errors import InputError
+from ..lanes import Group, LaneModel, Loss, Options, Pull, Result, State, bytes_per_lane, sgd
+from ..lanes.machine import free_memory
+from .draws import PoissonBatches
+from .mechanism import Mechanism
+from .options import Privacy
+from .randomness import Key, Randomness, Repeatable, Secret
+from .sampling import plan
+
+ROOM = 256 << 20  # bytes for samples' gradients on a CPU: a fixed number, so that sums are always made alike
+SHARE = 0.4  # of the free memory of a GPU
+MOST = 4096  # samples at once
+
+
+def private_sgd(
+    model: LaneModel,
+    federation: Federation,
+    start: State,
+    loss: Loss,
+    owners: Sequence[int],
+    lr: Sequence[float],
+    epochs: Sequence[int],
+    batch: int,
+    privacy: Privacy,
+    keys: Sequence[Key],
+    pull: Pull | None = None,
+    options: Options = Options(norm="running"),
+    of: Group | None = None,
+    slots: int = 0,
+) -> Result:
+    """Trains lane k on the data of client `owners[k]`, for the steps that `plan` says.
+
+    The pull does not depend on the step's data, so it is added behind the noise. keys: of the lanes; they count only
+    where draws are deterministic, and then no two trainings may have the same.
+    """
+    if not privacy.noise:
+        raise InputError("Privacy.target is not solved: set Privacy.noise")
+    randomness: Randomness = Repeatable(keys) if privacy.deterministic else Secret(model.device)
+    plans = [plan(len(federation.clients[c].train), batch, e, privacy) for c, e in zip(owners, epochs, strict=True)]
+    dtype = next(iter(start.params.values())).dtype
+    batches = PoissonBatches(federation, owners, plans, randomness, dtype)
+    height, width = federation.images.shape[-2:]
+    most = samples_at_once(model, (int(height), int(width)))
+    slopes = Mechanism(privacy.noise, privacy.clip, batch, randomness, most)
+    steps = [p.steps for p in plans]
+    return sgd(model, start, batches, loss, lr, steps, pull, options, of, slots, slopes)
+
+
+def samples_at_once(model: LaneModel, size: tuple[int, int]) -> int:
+    """Returns how many samples' gradients fit in memory, for images of this height and width; measured once."""
+    if not model.samples_at_once:
+        room = ROOM if model.device.type == "cpu" else int(SHARE * free_memory(model.device))
+        model.samples_at_once = min(MOST, max(1, room // bytes_per_lane(model, size, 1)))
+    return model.samples_at_once
