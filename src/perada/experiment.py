@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import Adapter, adapt, adapter_of
-from .client.cohort import SPLITS, Cohort, LocalCohort, Uploads
+from .client.cohort import SPLITS, Cohort, LocalCohort, Report, Uploads
 from .client.scores import Scores, logits_on, score
 from .client.trainer import Train, Trainer, sample_losses
 from .data import Federation
@@ -27,10 +28,11 @@ from .errors import Diverged, InputError
 from .fields import made
 from .lanes import LaneModel, Prefix, State, ops_for, repeat, rng_of
 from .lanes.machine import arithmetic, device_of, free_memory, precision_of
-from .methods import Finisher, Method, expected_upload
+from .methods import Finisher, Method, copy_epochs, expected_upload
 from .models import BACKBONES, Backbone
 from .predict.drift import Drift
 from .privacy import Privacy
+from .privacy.spending import Spending
 from .runs.folder import RunFolder
 from .runs.moment import Checkpoint, Evaluation, Moment, Progress
 from .runs.options import RunOptions, check_fit, check_kinds
@@ -107,6 +109,10 @@ class Experiment:
             if adapt_from:
                 Prefix.check(net, adapt_from, image)
         self.model = lanes_of(net, method, self.adapter, head, self.options, adapt_from)
+        if to_train and privacy.target:
+            if cohort is not None:
+                raise InputError("Privacy.target works in simulations only: set Privacy.noise")
+            privacy = self.privacy = self._spending(self.federation.sizes).solved(train.rounds)
         self.cohort: Cohort = (
             cohort(self)
             if cohort
@@ -159,6 +165,22 @@ class Experiment:
         if isinstance(self.cohort, LocalCohort):
             self.cohort.federation = self.federation
 
+    # Privacy
+
+    def _spending(self, sizes: Mapping[str, int]) -> Spending:
+        epochs = copy_epochs(self.method, self.train.epochs)
+        return Spending(self.privacy, sizes, self.train.batch, epochs, self.train.cohort)
+
+    @cached_property
+    def spending(self) -> Spending:
+        """What the rounds cost the clients. Over a network only the sites know that, at level `sample`."""
+        return self._spending(dict.fromkeys(self.clients, 1) if self.privacy.of_clients else self.federation.sizes)
+
+    @property
+    def exhausted(self) -> tuple[str, ...]:
+        """The clients whose privacy budget does not allow another round."""
+        return self.spending.exhausted(self.now.memory)
+
     # A round
 
     @property
@@ -171,6 +193,11 @@ class Experiment:
         drawn = rng_of(self.options.seed, round, "cohort").choice(clients, self.train.cohort or clients, replace=False)
         return sorted(int(m) for m in drawn)
 
+    def taking_part(self) -> list[int]:
+        """Returns the clients that train in the next round: those sampled whose privacy budget allows it."""
+        spent = self.exhausted
+        return [m for m in self.sampled(self.now.round) if self.clients[m] not in spent]
+
     def round(self) -> None:
         """Trains one round: uploads, the server's update, the guard's choice."""
         self.update(self.gather())
@@ -179,14 +206,17 @@ class Experiment:
         """Returns the uploads of the next round's clients."""
         if self.now.finished:
             raise ValueError("the method's last stage is done: reopen() before another round")
+        if len(self.exhausted) == len(self.clients):
+            raise InputError("every client's Privacy.budget is spent: nothing more is trained")
         with self._timed():
-            return self.cohort.train(self.now, self.sampled(self.now.round))
+            clients = self.taking_part()
+            return self.cohort.train(self.now, clients) if clients else Uploads(State(), [], Report())
 
     def update(self, uploads: Uploads) -> None:
         """Ends the round at the server: the method proposes, the guard scores and chooses."""
         with self._timed():
-            now = self.now
-            uploads, memory, left_out = self._admit(uploads)
+            now, trained = self.now, self.taking_part()
+            uploads, memory, left_out = self._admit(uploads, bool(trained))
             if left_out:
                 self.cohort.left_out(left_out)
             report = uploads.report
@@ -198,8 +228,8 @@ class Experiment:
                 kept=now.kept if uploads.kept is None else uploads.kept,
                 counters=uploads.counters(now.counters, now.broadcast, broadcast, log, self.distill.guard == "clients"),
                 last={"train_loss": report.loss, "distill": log, **report.as_note()},
-                memory=memory,
-                changed=now.changed | set(self.sampled(now.round)),
+                memory=memory | self.spending.charged(now.memory, [self.clients[m] for m in trained]),
+                changed=now.changed | set(trained),
             )
 
     def _at_server(self, uploads: Uploads) -> tuple[State, State, dict[str, Any] | None]:
@@ -227,16 +257,18 @@ class Experiment:
         """How uploads become one."""
         return Rule(self.train.aggregate, self.train.trim)
 
-    def _admit(self, uploads: Uploads) -> tuple[Uploads, dict[str, Any], Mapping[str, str]]:
+    def _admit(self, uploads: Uploads, asked: bool) -> tuple[Uploads, dict[str, Any], Mapping[str, str]]:
         """Returns the uploads as they take part in the round, what the server keeps, and who is left out and why.
 
-        Raises Diverged if nobody uploaded anything in several rounds in a row.
+        Raises Diverged if nobody uploaded anything in several rounds in a row. asked: whether anybody trained.
         """
         memory = self.now.memory
         if uploads.clients:
             reference = expected_upload(self.method, self.model, self.now.broadcast)
             uploads, norms, left_out = uploads.admitted(self.rule, reference, memory.get(NORMS, {}))
             return uploads, {NORMS: norms} if norms else {}, left_out
+        if not asked:
+            return uploads, dict(memory), {}
         idle = memory.get(IDLE, 0) + 1
         if idle >= PATIENCE:
             raise Diverged(
@@ -332,6 +364,9 @@ class Experiment:
                 value = score(logits_on(self.model, measured, test, test.test)[0], test.labels(test.test))
         last = {**now.last, "failed": tuple(now.last.get("failed", ())), "absent": tuple(now.last.get("absent", ()))}
         more: dict[str, Any] = {**now.counters, **last, "seconds": self.seconds}
+        if epsilons := list(self.spending.epsilons(now.memory).values()):
+            more["epsilon"] = {"mean": sum(epsilons) / len(epsilons), "max": max(epsilons)}
+            more["exhausted"] = self.exhausted
         return Evaluation(now.round, scores, value, measured is not None, **more)
 
     # The whole training
@@ -349,6 +384,8 @@ class Experiment:
     def last_round(self) -> int:
         """The number of rounds after which the training ends."""
         planned = self.train.rounds
+        if self.clients and len(self.exhausted) == len(self.clients):
+            planned = min(planned, self.now.round)
         return planned if self._stop_at is None else min(planned, self._stop_at)
 
     def progress(self, known: Container[int] = (), splits: Sequence[str] = SPLITS) -> Iterator[Progress]:
@@ -375,7 +412,8 @@ class Experiment:
             yield self._progress("trained")
 
     def _progress(self, event: Any, row: Evaluation | None = None) -> Progress:
-        return Progress(self.now.round, self.last_round, row, tuple(self.now.last.get("failed", ())), event)
+        failed = tuple(self.now.last.get("failed", ()))
+        return Progress(self.now.round, self.last_round, row, failed, event, exhausted=self.exhausted)
 
     def rounds(self) -> Iterator[Evaluation]:
         """Trains to the last round; yields every evaluation. `for row in experiment.rounds(): ...`"""

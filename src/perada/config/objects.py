@@ -70,7 +70,7 @@ def build(
         to_train=to_train,
         options=config.run,
     )
-    experiment.config = config
+    experiment.config = replace(config, privacy=experiment.privacy)  # with the noise that was solved
     if local:
         for line in about_parts(experiment):
             say(line)

@@ -91,6 +91,12 @@ class Declares(Protocol):
         """
 
 
+def copy_epochs(method: Method, epochs: int) -> tuple[int, ...]:
+    """Returns the epochs of each copy that a client trains in a round; the personal one may have its own number."""
+    own = int(getattr(method, "personal_epochs", 0)) or epochs
+    return (own, *[epochs] * (method.parts.copies - 1))
+
+
 def declared_upload(method: Method, model: LaneModel) -> State:
     """Returns one lane with the names, shapes and types of what a client sends.
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from .accountant import Steps, check_installed
+from .accountant import Step, Steps, check_installed, solve
 from .ledger import Ledger, together
 from .options import Privacy
 from .sampling import cohort_plan, plan
-from .accountant import Step, solve
 
 SPENT = "privacy"  # in the memory of a Moment: the ledger
 
@@ -38,7 +37,7 @@ class Spending:
         privacy, noise = self.privacy, self.privacy.noise
         if privacy.of_clients:
             of_all = cohort_plan(len(self.sizes), self.cohort, rounds, privacy)
-            return dict.fromkeys(self.sizes, {Step.of(of_all, noise): of_all.steps})
+            return {name: {Step.of(of_all, noise): of_all.steps} for name in self.sizes}
         return {name: self._bill(samples, rounds) for name, samples in self.sizes.items() if samples}
 
     def _bill(self, samples: int, rounds: int) -> Steps:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import __version__
 from ..callbacks import Callback, Metrics, OnRound, check_callbacks
 from ..client.cohort import SPLITS, LocalCohort
-from ..client.scores import all_scores_on, majority_scores, personal_thresholds
+from ..client.scores import Scores, all_scores_on, majority_scores, personal_thresholds
 from ..config import Config, build, describe, federation_of, resolve
 from ..config.settings import given, path_text
 from ..data import Federation, named_sets
@@ -131,6 +131,7 @@ def train(
                 _pretrain(inner, new.made, callbacks, say)  # makes the folder only now
 
             experiment = build(config, backbone, say, federation, pretrain)
+            config = new.config = experiment.config  # with the noise that was solved
             run, about = Run(new.made, config), {"source": made_from(source, config)}
             if backbone is not None and (rows := rows_beside(backbone)).is_file():
                 pretraining_rows(run.folder).parent.mkdir(exist_ok=True)
@@ -345,6 +346,10 @@ def _drift_judge(run: Run, experiment: Experiment) -> DriftScorer | None:
 def summary_of(run: Run, experiment: Experiment, row: Evaluation) -> dict[str, Any]:
     """Returns what summary.json says: the last evaluation, and what the run cost."""
     config, federation, more = run.config, experiment.federation, dict[str, Any]()
+    if (privacy := experiment.privacy).on:
+        spent: dict[str, float | None] = dict(experiment.spending.epsilons(experiment.now.memory))
+        names = ("level", "noise", "clip", "delta", "budget", "accountant")
+        more["privacy"] = {n: getattr(privacy, n) for n in names} | {"epsilon": Scores(spent).as_dict()}
     if federation.multilabel and federation.clients:
         more["thresholds"] = personal_thresholds(experiment.model, experiment.personal(), federation)
     return {
