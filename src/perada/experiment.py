@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +32,8 @@ from .lanes.machine import arithmetic, device_of, free_memory, precision_of
 from .methods import Finisher, Method, copy_epochs, expected_upload
 from .models import BACKBONES, Backbone
 from .predict.drift import Drift
-from .privacy import Privacy
+from .privacy import UNSAFE, Privacy
+from .privacy.apart import check_apart
 from .privacy.spending import Spending
 from .runs.folder import RunFolder
 from .runs.moment import Checkpoint, Evaluation, Moment, Progress
@@ -94,6 +96,8 @@ class Experiment:
         to_train: bool = True,
         **run: Any,
     ) -> None:
+        if to_train and privacy.on and privacy.deterministic:
+            warnings.warn(UNSAFE, stacklevel=2)
         check_kinds(federation, method, train, distill, drift, privacy)
         self.options: RunOptions = run.pop("options", None) or made(RunOptions, run)
         self.device, self.dtype = device_of(self.options.device), DTYPES[self.options.precision]
@@ -104,7 +108,8 @@ class Experiment:
         self.adapter, self.head, self.train, self.distill = adapter_of(adapter), head, train, distill
         self.adapt_from, self.drift, self.privacy = adapt_from, drift, privacy
         if to_train:
-            image = 3, *federation.images.shape[-2:]
+            height, width = map(int, federation.images.shape[-2:])
+            image = 3, height, width
             Backbone(net, head or "").check(image, len(federation.classes))
             if adapt_from:
                 Prefix.check(net, adapt_from, image)
@@ -120,7 +125,9 @@ class Experiment:
         )
         self.public: Sequence[Any] = []
         if to_train:
-            check_fit(self.federation, method, train, distill, local=cohort is None)
+            check_fit(self.federation, method, train, distill, cohort is None, drift, privacy)
+            if privacy.of_samples and cohort is None:
+                check_apart(self.model, (height, width))
             self.keep_features()
             self.public = self._chunks(public)
         server, broadcast, client = method.init(self.model)

@@ -82,7 +82,7 @@ class Trainer:
     seed: int
     options: Train
     lanes_at_once: int = 0  # 0: all
-    privacy: Privacy = Privacy()
+    privacy: Privacy = field(default_factory=Privacy)
     _done: list[Result] = field(default_factory=list, init=False, repr=False)  # reading it waits for a GPU
 
     @property

@@ -88,6 +88,7 @@ class LaneModel:
         self.replays: dict[Hashable, Replay] = {}  # recorded loops, the last used at the end
         self.lane_steps = [0, 0]  # of recorded loops: steps of lanes, and steps of empty slots
         self.room = 0  # lanes that fit in memory, where this was measured
+        self.apart = False  # whether it was tried that no sample changes another one's gradient
         self.samples_at_once = 0  # whose gradients fit in memory one by one, where this was measured
         self.pool: Pool | None = None  # runs its loops together with those of other trainings
         self._initial: State | None = None

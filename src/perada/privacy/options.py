@@ -9,6 +9,11 @@ from typing import Literal
 from ..errors import InputError
 from ..fields import check_fields
 
+UNSAFE = (
+    "Privacy.deterministic: UNSAFE: the noise follows from RunOptions.seed, so whoever knows the seed can "
+    "remove it; this is for tests alone"
+)
+
 
 @dataclass(frozen=True)
 class Privacy:

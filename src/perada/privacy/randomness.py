@@ -13,10 +13,6 @@ from torch import Tensor
 from ..lanes import key_of, rng_of
 from .sampling import Sampling
 
-UNSAFE = (
-    "warning: Privacy.deterministic: UNSAFE: the noise follows from RunOptions.seed, so whoever knows the seed can "
-    "remove it; this is for tests alone"
-)
 Key = tuple[int | str, ...]
 
 

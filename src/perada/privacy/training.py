@@ -8,6 +8,7 @@ from ..data.federation import Federation
 from ..errors import InputError
 from ..lanes import Group, LaneModel, Loss, Options, Pull, Result, State, bytes_per_lane, sgd
 from ..lanes.machine import free_memory
+from .apart import check_apart
 from .draws import PoissonBatches
 from .mechanism import Mechanism
 from .options import Privacy
@@ -46,8 +47,9 @@ def private_sgd(
     plans = [plan(len(federation.clients[c].train), batch, e, privacy) for c, e in zip(owners, epochs, strict=True)]
     dtype = next(iter(start.params.values())).dtype
     batches = PoissonBatches(federation, owners, plans, randomness, dtype)
-    height, width = federation.images.shape[-2:]
-    most = samples_at_once(model, (int(height), int(width)))
+    height, width = map(int, federation.images.shape[-2:])
+    check_apart(model, (height, width))
+    most = samples_at_once(model, (height, width))
     slopes = Mechanism(privacy.noise, privacy.clip, batch, randomness, most)
     steps = [p.steps for p in plans]
     return sgd(model, start, batches, loss, lr, steps, pull, options, of, slots, slopes)
