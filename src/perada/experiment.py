@@ -213,7 +213,7 @@ class Experiment:
         """Returns the uploads of the next round's clients."""
         if self.now.finished:
             raise ValueError("the method's last stage is done: reopen() before another round")
-        if len(self.exhausted) == len(self.clients):
+        if self.spending.over(self.now.memory):
             raise InputError("every client's Privacy.budget is spent: nothing more is trained")
         with self._timed():
             clients = self.taking_part()
@@ -391,7 +391,7 @@ class Experiment:
     def last_round(self) -> int:
         """The number of rounds after which the training ends."""
         planned = self.train.rounds
-        if self.clients and len(self.exhausted) == len(self.clients):
+        if self.spending.over(self.now.memory):
             planned = min(planned, self.now.round)
         return planned if self._stop_at is None else min(planned, self._stop_at)
 

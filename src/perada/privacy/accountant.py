@@ -7,7 +7,7 @@ in one sample (one client, at level `client`), which is in one of them and not i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -141,23 +141,32 @@ def _divergences(step: Step) -> Any:
 # The noise of a target
 
 
-def solve(steps: Callable[[float], Iterable[Steps]], target: float, delta: float, accountant: Accountant) -> float:
+def solve(steps: Callable[[float], Sequence[Steps]], target: float, delta: float, accountant: Accountant) -> float:
     """Returns the least noise σ with which nobody's ε is above the target.
 
-    steps: everybody's planned steps, with a given noise.
+    steps: everybody's planned steps, with a given noise. Only the one who pays most is followed from noise to noise;
+    in the end all are looked at, and whoever would pass the target is followed, too.
     """
 
-    def most(noise: float) -> float:
-        return max(epsilon(one, delta, accountant) for one in steps(noise))
+    def cost(who: int, noise: float) -> float:
+        return epsilon(steps(noise)[who], delta, accountant)
 
-    low, high = LEAST_NOISE, 1.0
-    while most(high) > target:
-        low, high = high, 2 * high
-        if high > MOST_NOISE:
-            raise InputError(
-                f"no noise up to {MOST_NOISE:g} reaches Privacy.target={target:g}: raise it, or train fewer rounds"
-            )
-    while high > low * (1 + EXACT):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if most(middle) > target else (low, middle)
-    return high
+    def most(who: Iterable[int], noise: float) -> int:
+        return max(who, key=lambda one: cost(one, noise))
+
+    everybody = range(len(steps(1.0)))
+    followed, low, high = {most(everybody, 1.0)}, LEAST_NOISE, 1.0
+    while True:
+        while cost(most(followed, high), high) > target:
+            low, high = high, 2 * high
+            if high > MOST_NOISE:
+                raise InputError(
+                    f"no noise up to {MOST_NOISE:g} reaches Privacy.target={target:g}: raise it, or train fewer rounds"
+                )
+        while high > low * (1 + EXACT):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if cost(most(followed, middle), middle) > target else (low, middle)
+        worst = most(everybody, high)
+        if cost(worst, high) <= target:
+            return high
+        followed.add(worst)

@@ -74,6 +74,10 @@ class Spending:
         ledger, most = ledger_in(memory), self.privacy.budget
         return tuple(n for n, bill in self.bill.items() if ledger.epsilon(n, self.privacy, bill) > most)
 
+    def over(self, memory: Mapping[str, Any]) -> bool:
+        """Returns whether the budget allows nobody another round."""
+        return bool(self.bill) and len(self.exhausted(memory)) == len(self.bill)
+
     def solved(self, rounds: int) -> Privacy:
         """Returns the options with the least noise for which no client passes `Privacy.target` in so many rounds.
 
