@@ -243,5 +243,18 @@ def experiments() -> dict[str, Experiment]:
         seconds=SECONDS,
         distilling=DISTILLING,
     )
-    found = (first_study(), settle(), main, _others(), _vit(), _ablations(), pacs, xrays, drift, *private_experiments(), lite0, digits)
+    found = (
+        first_study(),
+        settle(),
+        main,
+        _others(),
+        _vit(),
+        _ablations(),
+        pacs,
+        xrays,
+        drift,
+        *private_experiments(),
+        lite0,
+        digits,
+    )
     return {e.name: e for e in found}
