@@ -108,7 +108,7 @@ def test_noise_of_a_target_is_the_least_that_keeps_it() -> None:
 
 def test_a_target_that_no_noise_reaches_is_refused() -> None:
     with pytest.raises(InputError, match=r"no noise up to 10000 reaches Privacy\.target=1e-06: raise it"):
-        solve(lambda noise: [{Step(10, 1.0, 10, noise): 10**6}], 1e-6, DELTA, "pld")
+        solve(lambda noise: [{Step(10, 1.0, 10, noise): 10**6}], 1e-6, DELTA, "rdp")
 
 
 def test_a_missing_library_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
