@@ -48,7 +48,7 @@ LITE0: Settings = {
 def rates(method: str, private: bool) -> list[Settings]:
     """Returns the points of a method's grid; the paper's rates with noise are 0.2, 0.1 and 0.05."""
     full = method == "ditto"  # which trains whole models
-    found = ((0.05, 0.2) if full else (0.2, 1.0)) if private else ((0.01, 0.05) if full else (0.05, 0.2))
+    found = (0.01, 0.05) if full else (0.05, 0.2) if private else (0.02, 0.1)
     if method != "perada":
         return [{"train.lr": lr} for lr in found]
     return [{"train.lr": lr, "distill.lr": rate} for lr in found for rate in (5e-3, 5e-4)]
