@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import Adapter, adapt, adapter_of
-from .client.cohort import SPLITS, Cohort, LocalCohort, Uploads
+from .client.cohort import SPLITS, Cohort, LocalCohort, Report, Uploads
 from .client.scores import Scores, logits_on, score
 from .client.trainer import Train, Trainer, sample_losses
 from .data import Federation
@@ -39,6 +39,7 @@ from .runs.options import RunOptions, check_fit, check_kinds
 from .server.aggregate import Rule
 from .server.distill import Distill, public_chunks
 from .server.guard import Server
+from .server.private import ClientPrivacy
 
 if TYPE_CHECKING:
     from .callbacks import Callback
@@ -127,6 +128,7 @@ class Experiment:
         server, broadcast, client = method.init(self.model)
         self.now = Moment(0, server, broadcast, repeat(client, len(self.federation.clients)))
         self.seconds = 0.0
+        self.client_privacy = ClientPrivacy(privacy, train.cohort, self.options.seed)
         self._stop_at: int | None = None  # where `stop` ends the training before its planned last round
         self.test_data = self.federation if self.federation.clients else None  # what the global model is tested on
         self.mark: Callable[[str, int], None] = lambda what, round: None  # is told of every boundary inside a round
@@ -173,8 +175,13 @@ class Experiment:
         return self.cohort.names
 
     def sampled(self, round: int) -> list[int]:
-        """Returns the clients that train in a round: a pure function of (seed, round)."""
+        """Returns the clients that train in a round: a pure function of (seed, round).
+
+        With differential privacy of clients each is drawn independently of the others, from a secret.
+        """
         clients = len(self.clients)
+        if self.privacy.of_clients:
+            return self.client_privacy.sampled(clients, round)
         drawn = rng_of(self.options.seed, round, "cohort").choice(clients, self.train.cohort or clients, replace=False)
         return sorted(int(m) for m in drawn)
 
@@ -186,8 +193,11 @@ class Experiment:
         """Returns the uploads of the next round's clients."""
         if self.now.finished:
             raise ValueError("the method's last stage is done: reopen() before another round")
+        sampled = self.sampled(self.now.round)
+        if not sampled:
+            return Uploads(State(), (), Report())
         with self._timed():
-            return self.cohort.train(self.now, self.sampled(self.now.round))
+            return self.cohort.train(self.now, sampled)
 
     def update(self, uploads: Uploads) -> None:
         """Ends the round at the server: the method proposes, the guard scores and chooses."""
@@ -197,7 +207,8 @@ class Experiment:
             if left_out:
                 self.cohort.left_out(left_out)
             report = uploads.report
-            state, broadcast, log = self._at_server(uploads) if uploads.clients else (now.server, now.broadcast, None)
+            idle = not uploads.states.lanes
+            state, broadcast, log = (now.server, now.broadcast, None) if idle else self._at_server(uploads)
             self.now = Moment(
                 round=now.round + 1,
                 server=state,
@@ -240,8 +251,12 @@ class Experiment:
         Raises Diverged if nobody uploaded anything in several rounds in a row.
         """
         memory = self.now.memory
+        reference = expected_upload(self.method, self.model, self.now.broadcast)
+        if self.privacy.of_clients:
+            clients, round = len(self.clients), self.now.round
+            mean = self.client_privacy.mean(uploads.states, reference, clients, round, self.model.inert)
+            return replace(uploads, states=mean, weights=None), {}, {}
         if uploads.clients:
-            reference = expected_upload(self.method, self.model, self.now.broadcast)
             uploads, norms, left_out = uploads.admitted(self.rule, reference, memory.get(NORMS, {}))
             return uploads, {NORMS: norms} if norms else {}, left_out
         idle = memory.get(IDLE, 0) + 1
