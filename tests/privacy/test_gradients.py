@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 
-from .twins import twin
 from perada.adapters import Residual, adapt
 from perada.client.trainer import sample_loss
 from perada.errors import InputError
@@ -17,6 +16,7 @@ from perada.models import backbone
 from perada.privacy.apart import check_apart
 
 from .networks import CLASSES, FULL, MODELS, SIZE, flat, lanes_of, samples_of, size_of
+from .twins import twin
 
 COUNTS = (3, 0, 2)
 
@@ -35,7 +35,9 @@ def one_by_one(model: LaneModel, state: State, batch: Samples) -> Tensor:
         for p in held.values():
             p.requires_grad_()
         F.cross_entropy(net(batch.images[i : i + 1]), batch.targets[i]).backward()
-        found.append(flat({n: p.grad[None] if p.grad is not None else torch.zeros_like(p)[None] for n, p in held.items()}))
+        found.append(
+            flat({n: p.grad[None] if p.grad is not None else torch.zeros_like(p)[None] for n, p in held.items()})
+        )
     return torch.cat(found)
 
 

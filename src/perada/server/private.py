@@ -55,7 +55,7 @@ def private_mean(
     broadcast: one lane, what the clients trained from. cohort: how many clients are expected. inert: parameters that no
     client changes. Running statistics stay as they were, because no noise is added to them.
     """
-    names = [n for n in broadcast.params if n not in inert]
+    names = [n for n in sorted(broadcast.params) if n not in inert]
     old = {n: broadcast.params[n] for n in names}
     noise = randomness.normal(list(old.values()), (0,), 0)
     sums = {n: privacy.noise * privacy.clip * z for n, z in zip(names, noise, strict=True)}
