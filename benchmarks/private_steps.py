@@ -34,17 +34,17 @@ from timing import interleaved, machine, show, spread, sync, write
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests
-from tests.privacy.twins import twin  # noqa: E402
-from vit_lanes import Fixed  # noqa: E402
+from vit_lanes import Fixed
 
-from perada.adapters import Adapter, Bottleneck, Lora, Residual, adapt  # noqa: E402
-from perada.client.trainer import sample_loss  # noqa: E402
-from perada.lanes import Batch, Features, Options, Samples, State, gather, sgd  # noqa: E402
-from perada.lanes.machine import arithmetic, keep_memory  # noqa: E402
-from perada.models import backbone  # noqa: E402
-from perada.privacy.mechanism import Mechanism  # noqa: E402
-from perada.privacy.randomness import Secret  # noqa: E402
-from perada.privacy.training import samples_at_once  # noqa: E402
+from perada.adapters import Adapter, Bottleneck, Lora, Residual, adapt
+from perada.client.trainer import sample_loss
+from perada.lanes import Batch, Features, Options, Samples, State, gather, sgd
+from perada.lanes.machine import arithmetic, keep_memory
+from perada.models import backbone
+from perada.privacy.mechanism import Mechanism
+from perada.privacy.randomness import Secret
+from perada.privacy.training import samples_at_once
+from tests.privacy.twins import twin
 
 CLASSES, LR, CLIP, NOISE = 10, 0.01, 1.0, 1.0
 
@@ -110,7 +110,9 @@ class Bench:
         self.modules: dict[str, tuple[nn.Module, Any]] = {}
 
     def private(self, noise: float = NOISE, clip: float = CLIP) -> State:
-        device = torch.device(self.device, torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+        device = (
+            torch.device(self.device, torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+        )
         slopes = Mechanism(noise, clip, self.args.batch, Secret(device), self.most)
         rates, steps, options = [LR] * self.lanes, [self.steps] * self.lanes, Options(norm="running")
         return sgd(
@@ -142,9 +144,7 @@ class Bench:
                 criterion(net(images).float(), self.targets[k]).backward()
                 optimiser.step()
 
-    def opacus_module(
-        self, name: str, dtype: torch.dtype, noise: float, clip: float, ghost: bool
-    ) -> tuple[Any, Any]:
+    def opacus_module(self, name: str, dtype: torch.dtype, noise: float, clip: float, ghost: bool) -> tuple[Any, Any]:
         """A module with Opacus's hooks, made once, and its optimiser; the weights go on from where they are."""
         if name not in self.modules:
             plain = twin(self.model, gather(self.state, [0])).to(self.device, dtype)
@@ -186,7 +186,9 @@ def check(args: argparse.Namespace) -> None:
     bench = Bench(small, exact=True)
     mine, theirs = bench.private(noise=0.0, clip=0.1), bench.opacus(noise=0.0, clip=0.1)
     for name, tensor in theirs.params.items():
-        torch.testing.assert_close(mine.params[name][:1], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            mine.params[name][:1], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def peak(device: str, way: Callable[[], object]) -> float | None:
@@ -244,7 +246,9 @@ def main() -> None:
     keep_memory()
     arithmetic("auto", torch.device(args.device))
     found = measure(args)
-    settings = {k: getattr(args, k) for k in ("backbone", "adapter", "start", "size", "lanes", "batch", "rank", "steps")}
+    settings = {
+        k: getattr(args, k) for k in ("backbone", "adapter", "start", "size", "lanes", "batch", "rank", "steps")
+    }
     place = {**machine(args.device), **settings, "samples_at_once": found["samples_at_once"]}
     print(", ".join(f"{k} {v}" for k, v in place.items()))
     show("ms per lane-step, median [quartiles]", ["way", "ms per lane-step", "over private", "peak MiB"], rows(found))

@@ -37,8 +37,11 @@ class Piece(NamedTuple):
 
 
 def trained_names(model: LaneModel, state: State, of: Group | None = None) -> list[str]:
-    """Returns the parameters that an optimiser changes; with `of`, only those of this group."""
-    return [n for n in state.params if n not in model.inert and (of is None or n in of.params)]
+    """Returns the parameters that an optimiser changes; with `of`, only those of this group.
+
+    They are in the order of their names, because a state that was read from a file has another order than a new one.
+    """
+    return [n for n in sorted(state.params) if n not in model.inert and (of is None or n in of.params)]
 
 
 def sample_gradients(

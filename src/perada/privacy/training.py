@@ -12,7 +12,7 @@ from .apart import check_apart
 from .draws import PoissonBatches
 from .mechanism import Mechanism
 from .options import Privacy
-from .randomness import Key, Randomness, Repeatable, Secret
+from .randomness import Key, randomness_of
 from .sampling import plan
 
 ROOM = 256 << 20  # bytes for samples' gradients on a CPU: a fixed number, so that sums are always made alike
@@ -43,7 +43,7 @@ def private_sgd(
     """
     if not privacy.noise:
         raise InputError("Privacy.target is not solved: set Privacy.noise")
-    randomness: Randomness = Repeatable(keys) if privacy.deterministic else Secret(model.device)
+    randomness = randomness_of(privacy, model.device, keys)
     plans = [plan(len(federation.clients[c].train), batch, e, privacy) for c, e in zip(owners, epochs, strict=True)]
     dtype = next(iter(start.params.values())).dtype
     batches = PoissonBatches(federation, owners, plans, randomness, dtype)
