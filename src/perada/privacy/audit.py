@@ -172,4 +172,5 @@ def known_order(updates: Numbers, steps: NDArray[np.int64]) -> Numbers:
 
     steps: `[clients, each]`, the step of each place.
     """
-    return np.take_along_axis(updates, steps[None], 0)[0].reshape(-1)
+    chosen: Numbers = np.take_along_axis(updates, steps[None], 0)[0]
+    return chosen.reshape(-1)
