@@ -29,12 +29,17 @@ def way_for(model: LaneModel, size: tuple[int, int]) -> Way:
 
 def samples_at_once(model: LaneModel, size: tuple[int, int], recorded: frozenset[str] = frozenset()) -> int:
     """Returns how many samples fit in memory, with copies of all parameters but the recorded ones."""
-    room = ROOM if model.device.type == "cpu" else int(SHARE * free_memory(model.device))
+    room = ROOM if model.device.type == "cpu" else int(SHARE * (free_memory(model.device) + unused(model.device)))
     large = sum(t.numel() * t.element_size() for n, t in model.initial().params.items() if n in recorded)
     each = bytes_per_lane(model, size, 1)
     maps = each - STATES * model.initial().bytes_per_lane()
     records = int(REST * maps) if recorded else 0  # inputs and slopes, in the lanes' precision
     return min(MOST, max(1, room // max(1, each - STATES * large + records)))
+
+
+def unused(device: torch.device) -> int:
+    """Returns the bytes of a GPU that torch keeps for later."""
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 @torch.no_grad()

@@ -7,6 +7,8 @@ B is a public constant, the expected batch: a number that depends on the draw wo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -34,12 +36,13 @@ class Mechanism:
         sums = {n: torch.zeros_like(state.params[n]) for n in trained_names(model, state, of)}
         losses = torch.zeros(len(batch.counts), dtype=next(iter(sums.values())).dtype, device=model.device)
         for piece in sample_gradients(model, state, batch, gradient.loss, self.way, of):
-            factors = clipping(piece.squares(losses.dtype), self.clip)
-            each = piece.losses.to(losses.dtype).nan_to_num(0.0, 0.0, 0.0)
-            if piece.present is not None:
-                factors, each = factors * piece.present, each * piece.present
-            losses.index_add_(0, piece.owner, each)
-            piece.add_to(sums, factors)
+            with exact_products():
+                factors = clipping(piece.squares(losses.dtype), self.clip)
+                each = piece.losses.to(losses.dtype).nan_to_num(0.0, 0.0, 0.0)
+                if piece.present is not None:
+                    factors, each = factors * piece.present, each * piece.present
+                losses.index_add_(0, piece.owner, each)
+                piece.add_to(sums, factors)
         gradient.losses = losses / sent(torch.tensor(batch.counts).clamp_min(1), model.device)
         noise = self.randomness.normal(list(sums.values()), batch.lanes, batch.step)
         grads = {
@@ -53,3 +56,14 @@ class Mechanism:
 def clipping(squares: Tensor, bound: float) -> Tensor:
     """Returns the factors that bring norms down to the bound, of their squares; 0 for one that is not finite."""
     return torch.where(squares.isfinite(), (bound / squares.sqrt().clamp_min(1e-30)).clamp_max(1.0), 0.0)
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Keeps a GPU from rounding the factors of float32 products to 10 bits, by which a clipped gradient might grow."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
