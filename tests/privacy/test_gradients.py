@@ -86,6 +86,7 @@ def test_a_neighbour_changes_nothing(name):
 
 def record_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "LARGE", 1)
+    monkeypatch.setattr(ways, "LEAST", 0.0)
     monkeypatch.setattr(ways, "worth", lambda seen: frozenset(n for n, each in seen.items() if len(each) == 1))
 
 

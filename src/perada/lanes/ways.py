@@ -16,6 +16,7 @@ from .state import State, repeat
 ROOM = 256 << 20  # bytes for samples on a CPU: a fixed number, so that sums are always made alike
 SHARE = 0.4  # of the free memory of a GPU
 MOST = 4096  # samples at once
+LEAST = 0.25  # of the trained numbers are worth recording: lanes are then filled up to the same number of samples
 NEAR = 0.03  # relative difference of the two ways, in bfloat16
 
 
@@ -56,6 +57,9 @@ def recordable(model: LaneModel, size: tuple[int, int]) -> frozenset[str]:
     with plain(model.context), recorder.watching(model, names):
         model(one, images_of(batch.images, torch.arange(1)))
     names = worth(recorder.records)
+    sizes = {n: state.params[n][0].numel() for n in trained_names(model, state)}
+    if sum(sizes[n] for n in names) < LEAST * sum(sizes.values()):
+        return frozenset()
     whole, short = (_sums(model, state, batch, Way(8, each)) for each in (frozenset[str](), names))
     exact = model.compute in (None, torch.float32, torch.float64)
     for name in names:
