@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from perada.adapters import adapt
 from perada.client.trainer import sample_loss
-from perada.lanes import Batch, LaneModel, Options, Pull, Samples, State, sgd
+from perada.lanes import Batch, LaneModel, Options, Pull, Samples, State, Way, sgd
 from perada.privacy.mechanism import Mechanism
 from perada.privacy.randomness import Repeatable, Secret
 
@@ -34,7 +34,7 @@ class Fixed:
 def private(
     model: LaneModel, state: State, samples: Samples, noise: float = 0.0, clip: float = 1.0, steps: int = 1, **more
 ) -> State:
-    slopes = Mechanism(noise, clip, BATCH, more.pop("randomness", None) or Secret(CPU), 3)
+    slopes = Mechanism(noise, clip, BATCH, more.pop("randomness", None) or Secret(CPU), more.pop("way", Way(3)))
     rates, options = [LR] * state.lanes, more.pop("options", Options(norm="running"))
     return sgd(
         model,
