@@ -6,6 +6,7 @@ Each way takes SGD steps on what an adapter trains, for K clients with a batch o
 all see the same samples.
 
 private         `privacy.Mechanism`: gradients per sample, clipping, noise; on a GPU in bfloat16 where ours is;
+expanded        the same without records: every gradient is made (where `private` records any, lanes/records.py);
 ours            `lanes.sgd` without privacy; on a GPU its steps are recorded;
 opacus          `GradSampleModule` and `DPOptimizer` on one plain module, one client after another, float32;
 opacus bf16     the same with the whole module in bfloat16 (GPU only);
@@ -22,29 +23,36 @@ import gc
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
-from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from timing import interleaved, machine, show, spread, sync, write
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests
-from tests.privacy.twins import twin  # noqa: E402
-from vit_lanes import Fixed  # noqa: E402
+from vit_lanes import Fixed
 
-from perada.adapters import Adapter, Bottleneck, Lora, Residual, adapt  # noqa: E402
-from perada.client.trainer import sample_loss  # noqa: E402
-from perada.lanes import Batch, Features, Options, Samples, State, gather, sgd  # noqa: E402
-from perada.lanes.machine import arithmetic, keep_memory  # noqa: E402
-from perada.models import backbone  # noqa: E402
-from perada.privacy.mechanism import Mechanism  # noqa: E402
-from perada.privacy.randomness import Secret  # noqa: E402
-from perada.privacy.training import samples_at_once  # noqa: E402
+from perada.adapters import Adapter, Bottleneck, Lora, Residual, adapt
+from perada.client.trainer import sample_loss
+from perada.lanes import Batch, Features, Options, Samples, State, Way, gather, sgd, way_for
+from perada.lanes.machine import arithmetic, keep_memory
+from perada.lanes.ways import samples_at_once
+from perada.models import backbone
+from perada.privacy.mechanism import Mechanism
+from perada.privacy.randomness import Secret
+
+try:
+    from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    from tests.privacy.twins import twin
+except ImportError as error:
+    print(f"without Opacus: {error}", file=sys.stderr)
+    GradSampleModule = None
 
 CLASSES, LR, CLIP, NOISE = 10, 0.01, 1.0, 1.0
 
@@ -85,12 +93,14 @@ class Bench:
         self.args, self.device, self.lanes, self.steps = args, args.device, args.lanes, args.steps
         self.compute = torch.bfloat16 if cuda and not exact else torch.float32
         made = backbone(args.backbone, CLASSES, size=args.size)
-        adapter: Adapter = {
+        adapter: Adapter | None = {
+            "none": lambda: None,
             "lora": lambda: Lora(rank=args.rank),
             "bottleneck": Bottleneck,
             "residual": lambda: Residual(dropout=0.0),
         }[args.adapter]()
-        self.model = adapt(made.net, adapter=adapter, head=made.head, start=args.start)
+        trained = "adapter" if adapter else "full"
+        self.model = adapt(made.net, adapter=adapter, trained=trained, head=made.head, start=args.start)
         self.model.to(args.device, torch.float32, self.compute)
         draw = torch.Generator().manual_seed(0)
         first = self.model.initial(self.lanes)
@@ -106,12 +116,17 @@ class Bench:
         self.every = Every(front, digest, targets)
         self.kept = Kept(front, targets, torch.arange(self.lanes, device=args.device), self.steps)
         self.kept.digest = digest
-        self.most = args.most or samples_at_once(self.model, (args.size, args.size))
+        self.way = way_for(self.model, (args.size, args.size))
+        if args.most:
+            self.way = replace(self.way, most=args.most)
+        self.expanded = Way(args.most or samples_at_once(self.model, (args.size, args.size)))
         self.modules: dict[str, tuple[nn.Module, Any]] = {}
 
-    def private(self, noise: float = NOISE, clip: float = CLIP) -> State:
-        device = torch.device(self.device, torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
-        slopes = Mechanism(noise, clip, self.args.batch, Secret(device), self.most)
+    def private(self, noise: float = NOISE, clip: float = CLIP, expanded: bool = False) -> State:
+        device = (
+            torch.device(self.device, torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+        )
+        slopes = Mechanism(noise, clip, self.args.batch, Secret(device), self.expanded if expanded else self.way)
         rates, steps, options = [LR] * self.lanes, [self.steps] * self.lanes, Options(norm="running")
         return sgd(
             self.model, self.state, self.every, sample_loss, rates, steps, options=options, slopes_of=slopes
@@ -142,9 +157,7 @@ class Bench:
                 criterion(net(images).float(), self.targets[k]).backward()
                 optimiser.step()
 
-    def opacus_module(
-        self, name: str, dtype: torch.dtype, noise: float, clip: float, ghost: bool
-    ) -> tuple[Any, Any]:
+    def opacus_module(self, name: str, dtype: torch.dtype, noise: float, clip: float, ghost: bool) -> tuple[Any, Any]:
         """A module with Opacus's hooks, made once, and its optimiser; the weights go on from where they are."""
         if name not in self.modules:
             plain = twin(self.model, gather(self.state, [0])).to(self.device, dtype)
@@ -165,9 +178,12 @@ class Bench:
         few = self.args.clients
         made: dict[str, tuple[Callable[[], object], int]] = {
             "private": (self.private, self.lanes),
+            **({"expanded": (lambda: self.private(expanded=True), self.lanes)} if self.way.recorded else {}),
             "ours": (self.ours, self.lanes),
-            "opacus": (self.opacus, few),
         }
+        if not self.args.opacus:
+            return made
+        made["opacus"] = self.opacus, few
         if self.device == "cuda":
             made["opacus bf16"] = lambda: self.opacus(torch.bfloat16), few
         made["opacus ghost"] = self.ghost, few
@@ -186,7 +202,9 @@ def check(args: argparse.Namespace) -> None:
     bench = Bench(small, exact=True)
     mine, theirs = bench.private(noise=0.0, clip=0.1), bench.opacus(noise=0.0, clip=0.1)
     for name, tensor in theirs.params.items():
-        torch.testing.assert_close(mine.params[name][:1], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            mine.params[name][:1], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def peak(device: str, way: Callable[[], object]) -> float | None:
@@ -204,14 +222,22 @@ def peak(device: str, way: Callable[[], object]) -> float | None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    check(args)
+    args.opacus = args.opacus and GradSampleModule is not None
+    if args.opacus:
+        check(args)
     bench = Bench(args)
     ways = bench.ways()
     taken, noise = interleaved({n: w for n, (w, _) in ways.items()}, args.device, args.repeats, patience=args.patience)
     ms = {way: [1e3 * t / ways[way][1] / args.steps for t in times] for way, times in taken.items()}
     bench.model.replays.clear()
     memory = {way: peak(args.device, job) for way, (job, _) in ways.items()}
-    return {"ms_per_lane_step": ms, "peak_mib": memory, "noise": noise, "samples_at_once": bench.most}
+    return {
+        "ms_per_lane_step": ms,
+        "peak_mib": memory,
+        "noise": noise,
+        "samples_at_once": bench.way.most,
+        "recorded": len(bench.way.recorded),
+    }
 
 
 def rows(found: dict[str, Any]) -> list[list[str]]:
@@ -227,7 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backbone", default="vit_small_patch4")
-    parser.add_argument("--adapter", choices=("lora", "bottleneck", "residual"), default="lora")
+    parser.add_argument("--adapter", choices=("lora", "bottleneck", "residual", "none"), default="lora")
     parser.add_argument("--start", default="", help="the first adapted stage; those before are computed once")
     parser.add_argument("--size", type=int, default=32, help="pixels per side")
     parser.add_argument("--lanes", type=int, default=16)
@@ -238,14 +264,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps of a lane in one call")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--patience", type=float, default=5.0, help="seconds to wait for a quiet machine")
+    parser.add_argument(
+        "--without-opacus", dest="opacus", action="store_false", help="such as for a full ViT, which it does not have"
+    )
     parser.add_argument("--out", help="write the numbers here")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", "Full backward hook is firing")
     keep_memory()
     arithmetic("auto", torch.device(args.device))
     found = measure(args)
-    settings = {k: getattr(args, k) for k in ("backbone", "adapter", "start", "size", "lanes", "batch", "rank", "steps")}
-    place = {**machine(args.device), **settings, "samples_at_once": found["samples_at_once"]}
+    settings = {
+        k: getattr(args, k) for k in ("backbone", "adapter", "start", "size", "lanes", "batch", "rank", "steps")
+    }
+    place = {**machine(args.device), **settings, **{k: found[k] for k in ("samples_at_once", "recorded")}}
     print(", ".join(f"{k} {v}" for k, v in place.items()))
     show("ms per lane-step, median [quartiles]", ["way", "ms per lane-step", "over private", "peak MiB"], rows(found))
     write(args.out, {**place, "measurements": found})

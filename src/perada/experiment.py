@@ -41,6 +41,7 @@ from .runs.options import RunOptions, check_fit, check_kinds
 from .server.aggregate import Rule
 from .server.distill import Distill, public_chunks
 from .server.guard import Server
+from .server.private import ClientPrivacy
 
 if TYPE_CHECKING:
     from .callbacks import Callback
@@ -133,6 +134,7 @@ class Experiment:
         server, broadcast, client = method.init(self.model)
         self.now = Moment(0, server, broadcast, repeat(client, len(self.federation.clients)))
         self.seconds = 0.0
+        self.client_privacy = ClientPrivacy(privacy, train.cohort, self.options.seed)
         self._stop_at: int | None = None  # where `stop` ends the training before its planned last round
         self.test_data = self.federation if self.federation.clients else None  # what the global model is tested on
         self.mark: Callable[[str, int], None] = lambda what, round: None  # is told of every boundary inside a round
@@ -195,8 +197,13 @@ class Experiment:
         return self.cohort.names
 
     def sampled(self, round: int) -> list[int]:
-        """Returns the clients that train in a round: a pure function of (seed, round)."""
+        """Returns the clients that train in a round: a pure function of (seed, round).
+
+        With differential privacy of clients each is drawn independently of the others, from a secret.
+        """
         clients = len(self.clients)
+        if self.privacy.of_clients:
+            return self.client_privacy.sampled(clients, round)
         drawn = rng_of(self.options.seed, round, "cohort").choice(clients, self.train.cohort or clients, replace=False)
         return sorted(int(m) for m in drawn)
 
@@ -215,9 +222,11 @@ class Experiment:
             raise ValueError("the method's last stage is done: reopen() before another round")
         if self.spending.over(self.now.memory):
             raise InputError("every client's Privacy.budget is spent: nothing more is trained")
+        clients = self.taking_part()
+        if not clients:
+            return Uploads(State(), (), Report())
         with self._timed():
-            clients = self.taking_part()
-            return self.cohort.train(self.now, clients) if clients else Uploads(State(), [], Report())
+            return self.cohort.train(self.now, clients)
 
     def update(self, uploads: Uploads) -> None:
         """Ends the round at the server: the method proposes, the guard scores and chooses."""
@@ -227,7 +236,8 @@ class Experiment:
             if left_out:
                 self.cohort.left_out(left_out)
             report = uploads.report
-            state, broadcast, log = self._at_server(uploads) if uploads.clients else (now.server, now.broadcast, None)
+            idle = not uploads.states.lanes
+            state, broadcast, log = (now.server, now.broadcast, None) if idle else self._at_server(uploads)
             self.now = Moment(
                 round=now.round + 1,
                 server=state,
@@ -270,8 +280,12 @@ class Experiment:
         Raises Diverged if nobody uploaded anything in several rounds in a row. asked: whether anybody trained.
         """
         memory = self.now.memory
+        reference = expected_upload(self.method, self.model, self.now.broadcast)
+        if self.privacy.of_clients:
+            clients, round = len(self.clients), self.now.round
+            mean = self.client_privacy.mean(uploads.states, reference, clients, round, self.model.inert)
+            return replace(uploads, states=mean, weights=None), {}, {}
         if uploads.clients:
-            reference = expected_upload(self.method, self.model, self.now.broadcast)
             uploads, norms, left_out = uploads.admitted(self.rule, reference, memory.get(NORMS, {}))
             return uploads, {NORMS: norms} if norms else {}, left_out
         if not asked:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from perada.adapters import Residual, adapt
 from perada.client.trainer import sample_loss
 from perada.errors import InputError
-from perada.lanes import LaneModel, Samples, State, gather, sample_gradients, trained_names
+from perada.lanes import LaneModel, Samples, State, Way, gather, records, sample_gradients, trained_names, ways
 from perada.models import backbone
 from perada.privacy.apart import check_apart
 
@@ -22,7 +22,7 @@ COUNTS = (3, 0, 2)
 
 
 def ours(model: LaneModel, state: State, batch: Samples, most: int = 100) -> Tensor:
-    pieces = list(sample_gradients(model, state, batch, sample_loss, most))
+    pieces = list(sample_gradients(model, state, batch, sample_loss, Way(most)))
     return torch.cat([flat(p.grads) for p in pieces])
 
 
@@ -62,7 +62,7 @@ def test_they_are_those_of_opacus(name):
     net = GradSampleModule(twin(model, state), loss_reduction="sum", strict=False)
     F.cross_entropy(net(front), batch.targets[:, 0], reduction="sum").backward()
     theirs = {n: p.grad_sample for n, p in net._module.named_parameters() if p.requires_grad}
-    mine = {n: g for p in sample_gradients(model, state, batch, sample_loss, 100) for n, g in p.grads.items()}
+    mine = {n: g for p in sample_gradients(model, state, batch, sample_loss, Way(100)) for n, g in p.grads.items()}
     assert mine.keys() == theirs.keys()
     assert off(flat(mine), flat(theirs)) <= 1e-5
 
@@ -82,6 +82,64 @@ def test_a_neighbour_changes_nothing(name):
     batch.images[1] *= 10
     assert off(ours(model, state, batch)[:1], before[None]) <= 1e-12
     check_apart(model, (size_of(name),) * 2)
+
+
+def record_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LARGE", 1)
+    monkeypatch.setattr(ways, "LEAST", 0.0)
+    monkeypatch.setattr(ways, "worth", lambda seen: frozenset(n for n, each in seen.items() if len(each) == 1))
+
+
+@pytest.mark.parametrize("name", [*MODELS, *FULL])
+def test_large_matrices_are_recorded_instead(name, monkeypatch):
+    """The same norms, and the same sums by the lanes, as with the gradients themselves."""
+    record_all(monkeypatch)
+    model = {**MODELS, **FULL}[name]()
+    state, batch = lanes_of(model, len(COUNTS)), samples_of(size_of(name), COUNTS)
+    names = ways.recordable(model, (size_of(name),) * 2)
+    assert len(names) > {"full ViT": 8, "full resnet8": 8, "ViT with bottlenecks": 4}.get(name, 0)
+    whole, short = ({n: torch.zeros_like(state.params[n]) for n in trained_names(model, state)} for _ in range(2))
+    squares = []
+    for piece in sample_gradients(model, state, batch, sample_loss, Way(100)):
+        squares.append(piece.squares(torch.float64))
+        piece.add_to(whole, 1 / squares[-1])
+    for most in (100, 6, 3, 1):
+        for sums in short.values():
+            sums.zero_()
+        for piece in sample_gradients(model, state, batch, sample_loss, Way(most, names)):
+            found = piece.squares(torch.float64)
+            assert piece.present is not None
+            if most == 100:
+                torch.testing.assert_close(found[piece.present], squares[0], rtol=2e-5, atol=0)
+                assert (found[piece.present] >= squares[0] * (1 - 1e-12)).all()
+            piece.add_to(short, 1 / found * piece.present)
+        for n, g in whole.items():
+            torch.testing.assert_close(short[n], g, rtol=1e-4, atol=1e-5 * float(g.abs().max()))
+
+
+def test_what_is_not_called_as_a_layer_is_not_recorded(monkeypatch):
+    """LoRA's matrices are layers whose weights are read, and never called."""
+    record_all(monkeypatch)
+    model = MODELS["ViT with LoRA"]()
+    lanes_of(model, 1)
+    assert not [n for n in ways.recordable(model, (SIZE, SIZE)) if "lora" in n]
+
+
+class ReadTwice(nn.Module):
+    """Calls a layer, and reads its weight beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(3 * SIZE * SIZE, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.a(x.flatten(1))) * (1 + self.a.weight.sum())
+
+
+def test_a_weight_that_is_read_beside_its_layer_is_not_recorded(monkeypatch):
+    record_all(monkeypatch)
+    model = adapt(ReadTwice(), adapter=None, trained="full").to("cpu", torch.float32)
+    assert not ways.recordable(model, (SIZE, SIZE))
 
 
 class Mixing(nn.Module):

@@ -13,7 +13,7 @@ from .ops import normalised, ops_for
 from .optim import Pull, Slopes, adam, adam_states, sgd
 from .pool import Pool
 from .random import fold, key_of, rng_of, uniform
-from .samples import Piece, Samples, sample_gradients, trained_names
+from .samples import Piece, Samples, Way, sample_gradients, trained_names
 from .state import (
     State,
     flattened,
@@ -34,6 +34,7 @@ from .state import (
 )
 from .train import Batches, Result, Update, loop
 from .transformer import AdaptedLinear, Bottleneck, LaneAttention, LowRank, plain_attention
+from .ways import way_for
 
 __all__ = [
     "NOTHING",
@@ -64,6 +65,7 @@ __all__ = [
     "State",
     "Stem",
     "Update",
+    "Way",
     "adam",
     "adam_states",
     "bytes_per_lane",
@@ -99,4 +101,5 @@ __all__ = [
     "stack",
     "trained_names",
     "uniform",
+    "way_for",
 ]

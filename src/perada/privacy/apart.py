@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..lanes import LaneModel, Samples, key_of, sample_gradients
+from ..lanes import LaneModel, Samples, Way, key_of, sample_gradients
 
 NEAR = 1e-3  # relative: the same kernels give the same numbers, but for the order in which they add
 
@@ -33,5 +33,5 @@ def _gradients(model: LaneModel, images: Tensor) -> list[Tensor]:
     """Returns the gradients of the first of two samples."""
     none = torch.zeros(2, 1, dtype=torch.int64, device=model.device)
     batch = Samples(images, none, None, none[:, 0], (2,), (0,), 0)
-    (piece,) = sample_gradients(model, model.initial(), batch, lambda logits, targets: logits.logsumexp(-1), 2)
+    (piece,) = sample_gradients(model, model.initial(), batch, lambda logits, targets: logits.logsumexp(-1), Way(2))
     return [g[0] for g in piece.grads.values()]

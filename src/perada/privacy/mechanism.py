@@ -7,12 +7,14 @@ B is a public constant, the expected batch: a number that depends on the draw wo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..lanes import Gradient, Group, Piece, Samples, State, like, sample_gradients, sent, trained_names
+from ..lanes import Gradient, Group, Samples, State, Way, sample_gradients, sent, trained_names
 from .randomness import Randomness
 
 
@@ -24,7 +26,7 @@ class Mechanism:
     clip: float  # C
     batch: int  # B
     randomness: Randomness
-    most: int  # samples whose gradients are in memory at the same time
+    way: Way
 
     @torch.no_grad()
     def __call__(self, gradient: Gradient, state: State, of: Group | None = None) -> tuple[dict[str, Tensor], State]:
@@ -33,9 +35,14 @@ class Mechanism:
         assert isinstance(batch, Samples)
         sums = {n: torch.zeros_like(state.params[n]) for n in trained_names(model, state, of)}
         losses = torch.zeros(len(batch.counts), dtype=next(iter(sums.values())).dtype, device=model.device)
-        for piece in sample_gradients(model, state, batch, gradient.loss, self.most, of):
-            losses.index_add_(0, piece.owner, piece.losses.to(losses.dtype).nan_to_num(0.0, 0.0, 0.0))
-            self.add(sums, piece)
+        for piece in sample_gradients(model, state, batch, gradient.loss, self.way, of):
+            with exact_products():
+                factors = clipping(piece.squares(losses.dtype), self.clip)
+                each = piece.losses.to(losses.dtype).nan_to_num(0.0, 0.0, 0.0)
+                if piece.present is not None:
+                    factors, each = factors * piece.present, each * piece.present
+                losses.index_add_(0, piece.owner, each)
+                piece.add_to(sums, factors)
         gradient.losses = losses / sent(torch.tensor(batch.counts).clamp_min(1), model.device)
         noise = self.randomness.normal(list(sums.values()), batch.lanes, batch.step)
         grads = {
@@ -45,15 +52,18 @@ class Mechanism:
             grads = {n: g + decay * state.params[n] for n, g in grads.items()}
         return grads, state
 
-    def add(self, sums: dict[str, Tensor], piece: Piece) -> None:
-        """Adds the samples' clipped gradients to their lanes' sums. A gradient that is not finite counts as zero."""
-        grads = {n: g.to(sums[n].dtype) for n, g in piece.grads.items()}
-        factors = clipping(grads, self.clip)
-        for name, g in grads.items():
-            sums[name].index_add_(0, piece.owner, (g * like(factors, g)).nan_to_num_(0.0, 0.0, 0.0))
+
+def clipping(squares: Tensor, bound: float) -> Tensor:
+    """Returns the factors that bring norms down to the bound, of their squares; 0 for one that is not finite."""
+    return torch.where(squares.isfinite(), (bound / squares.sqrt().clamp_min(1e-30)).clamp_max(1.0), 0.0)
 
 
-def clipping(grads: dict[str, Tensor], bound: float) -> Tensor:
-    """Returns the factors `[m]` that bring gradients down to the bound; 0 for one that is not finite."""
-    norm = torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(0).sqrt()
-    return torch.where(norm.isfinite(), (bound / norm.clamp_min(1e-30)).clamp_max(1.0), 0.0)
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Keeps a GPU from rounding the factors of float32 products to 10 bits, by which a clipped gradient might grow."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

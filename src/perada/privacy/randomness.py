@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..lanes import key_of, rng_of
+from .options import Privacy
 from .sampling import Sampling
 
 Key = tuple[int | str, ...]
@@ -39,11 +40,16 @@ def drawn(draw: np.random.Generator, plan: Sampling) -> np.ndarray:
     return np.sort(draw.choice(plan.samples, count, replace=False, shuffle=False))
 
 
+def secret_generator() -> np.random.Generator:
+    """Returns a generator that is seeded from the operating system."""
+    return np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
+
+
 class Secret:
     """Generators that are seeded from the operating system. Nobody can repeat them: not even this program."""
 
     def __init__(self, device: torch.device) -> None:
-        self._host = np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
+        self._host = secret_generator()
         self._device: torch.Generator | None = None
         if device.type != "cpu":  # a torch generator on the CPU would keep 32 bits of the seed
             self._device = torch.Generator(device)
@@ -59,6 +65,11 @@ class Secret:
         if self._device is None:
             return [on_host(self._host, t) for t in like]
         return [torch.randn(t.shape, generator=self._device, dtype=t.dtype, device=t.device) for t in like]
+
+
+def randomness_of(privacy: Privacy, device: torch.device, keys: Sequence[Key]) -> Randomness:
+    """Returns the source of draws that the options ask for. keys: of the lanes, for draws that can be repeated."""
+    return Repeatable(keys) if privacy.deterministic else Secret(device)
 
 
 class Repeatable:

@@ -6,18 +6,13 @@ from collections.abc import Sequence
 
 from ..data.federation import Federation
 from ..errors import InputError
-from ..lanes import Group, LaneModel, Loss, Options, Pull, Result, State, bytes_per_lane, sgd
-from ..lanes.machine import free_memory
+from ..lanes import Group, LaneModel, Loss, Options, Pull, Result, State, sgd, way_for
 from .apart import check_apart
 from .draws import PoissonBatches
 from .mechanism import Mechanism
 from .options import Privacy
-from .randomness import Key, Randomness, Repeatable, Secret
+from .randomness import Key, randomness_of
 from .sampling import plan
-
-ROOM = 256 << 20  # bytes for samples' gradients on a CPU: a fixed number, so that sums are always made alike
-SHARE = 0.4  # of the free memory of a GPU
-MOST = 4096  # samples at once
 
 
 def private_sgd(
@@ -43,21 +38,12 @@ def private_sgd(
     """
     if not privacy.noise:
         raise InputError("Privacy.target is not solved: set Privacy.noise")
-    randomness: Randomness = Repeatable(keys) if privacy.deterministic else Secret(model.device)
+    randomness = randomness_of(privacy, model.device, keys)
     plans = [plan(len(federation.clients[c].train), batch, e, privacy) for c, e in zip(owners, epochs, strict=True)]
     dtype = next(iter(start.params.values())).dtype
     batches = PoissonBatches(federation, owners, plans, randomness, dtype)
     height, width = map(int, federation.images.shape[-2:])
     check_apart(model, (height, width))
-    most = samples_at_once(model, (height, width))
-    slopes = Mechanism(privacy.noise, privacy.clip, batch, randomness, most)
+    slopes = Mechanism(privacy.noise, privacy.clip, batch, randomness, way_for(model, (height, width)))
     steps = [p.steps for p in plans]
     return sgd(model, start, batches, loss, lr, steps, pull, options, of, slots, slopes)
-
-
-def samples_at_once(model: LaneModel, size: tuple[int, int]) -> int:
-    """Returns how many samples' gradients fit in memory, for images of this height and width; measured once."""
-    if not model.samples_at_once:
-        room = ROOM if model.device.type == "cpu" else int(SHARE * free_memory(model.device))
-        model.samples_at_once = min(MOST, max(1, room // bytes_per_lane(model, size, 1)))
-    return model.samples_at_once

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import __version__
 from ..callbacks import Callback, Metrics, OnRound, check_callbacks
 from ..client.cohort import SPLITS, LocalCohort
-from ..client.scores import Scores, all_scores_on, majority_scores, personal_thresholds
+from ..client.scores import all_scores_on, majority_scores, personal_thresholds
 from ..config import Config, build, describe, federation_of, resolve
 from ..config.settings import given, path_text
 from ..data import Federation, named_sets
@@ -29,6 +29,7 @@ from ..lanes.machine import precision_of
 from ..methods import sizes_of
 from ..models import same_weights
 from ..predict.scores import DriftScorer
+from ..privacy.guarantee import Guarantee
 from ..report import write_report
 from .calibration import calibrated, scorer
 from .calibration import save as save_calibrations
@@ -347,9 +348,9 @@ def summary_of(run: Run, experiment: Experiment, row: Evaluation) -> dict[str, A
     """Returns what summary.json says: the last evaluation, and what the run cost."""
     config, federation, more = run.config, experiment.federation, dict[str, Any]()
     if (privacy := experiment.privacy).on:
-        spent: dict[str, float | None] = dict(experiment.spending.epsilons(experiment.now.memory))
-        names = ("level", "noise", "clip", "delta", "budget", "accountant")
-        more["privacy"] = {n: getattr(privacy, n) for n in names} | {"epsilon": Scores(spent).as_dict()}
+        spent = experiment.spending.epsilons(experiment.now.memory)
+        options = (privacy.level, privacy.noise, privacy.clip, privacy.delta, privacy.accountant)
+        more["privacy"] = Guarantee(*options, spent, privacy.budget).as_dict()
     if federation.multilabel and federation.clients:
         more["thresholds"] = personal_thresholds(experiment.model, experiment.personal(), federation)
     return {
