@@ -107,6 +107,7 @@ def test_a_deterministic_training_warns():
 REFUSED = {
     "APFL has no differential privacy": {"method__name": "apfl"},
     "clients send no validation scores: set Distill.guard to none or server": {"distill__guard": "clients"},
+    "set Distill.data to public images": {"distill__data": "validation"},
     "set Train.weighting to uniform": {"train__weighting": "samples"},
     "set Drift.prior to uniform or public": {"drift__prior": "shared"},
     "set Train.clip to 0": {"train__clip": 1.0},
