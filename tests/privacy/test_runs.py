@@ -10,7 +10,9 @@ import perada
 from perada.config import build, from_tables, resolve
 from perada.errors import InputError
 from perada.experiment import Experiment
-from perada.lanes import State
+from perada.lanes import State, ways
+
+from .networks import record_all
 
 pytestmark = pytest.mark.filterwarnings("ignore:Privacy.deterministic")
 METHODS = ("perada", "perada-no-kd", "ditto", "fedavg", "standalone")
@@ -129,6 +131,18 @@ def test_a_step_of_a_methods_own_is_refused():
     trainer = exp.trainer([0])
     with pytest.raises(InputError, match="no differential privacy"):
         trainer.loop((exp.now.broadcast,), lambda gradient, states: states)
+
+
+def test_recorded_matrices_train_as_others(monkeypatch):
+    """A whole round of full models, whose convolutions are recorded, is that with gradients per sample."""
+    monkeypatch.setattr(ways, "LEAST", 2.0)  # nothing is worth it
+    whole = made(1, method__name="ditto", privacy__deterministic=True, model__backbone="resnet8")
+    record_all(monkeypatch)
+    short = made(1, method__name="ditto", privacy__deterministic=True, model__backbone="resnet8")
+    assert not whole.model.way.recorded
+    assert len(short.model.way.recorded) > 5
+    assert same(whole.now.broadcast, short.now.broadcast, near=1e-4)
+    assert same(whole.now.kept, short.now.kept, near=1e-4)
 
 
 @pytest.mark.parametrize("how", [{"data.resident": "no"}, {"data.augment": "crop"}, {"model.adapt_from": "layer3"}])

@@ -135,16 +135,22 @@ def candidates(model: LaneModel, names: list[str]) -> frozenset[str]:
     tied, found = {*model.shared, *model.shared.values()}, set()
     for name, layer in model.module.named_modules():
         weight = f"{name}.weight"
-        if weight in names and weight not in tied and _watchable(layer) and layer.weight.numel() >= LARGE:
+        if weight in names and weight not in tied and _watchable(layer):
             found.add(weight)
     return frozenset(found)
 
 
 def _watchable(layer: nn.Module) -> bool:
-    if isinstance(layer, LaneConv2d):
-        usual = layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-        return usual and layer.adapter is None
-    return type(layer) is LaneLinear
+    """Returns whether a layer's gradients follow from its inputs and slopes, and would be large or slow to make.
+
+    On a GPU a k×k convolution of every sample with its own kernel is slow, whatever its size.
+    """
+    if not isinstance(layer, LaneConv2d):
+        return type(layer) is LaneLinear and layer.weight.numel() >= LARGE
+    usual = layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    slow = layer.kernel_size != (1, 1) and layer.weight.is_cuda
+    large = slow or layer.weight.numel() >= LARGE
+    return usual and large and layer.adapter is None
 
 
 def worth(records: dict[str, list[Record]]) -> frozenset[str]:

@@ -54,7 +54,7 @@ def recordable(model: LaneModel, size: tuple[int, int]) -> frozenset[str]:
     one = state.map(lambda t: t[:1])
     if model.compute is not None:
         one = model.rounded(one)
-    with plain(model.context), recorder.watching(model, names):
+    with plain(model.context), recorder.watching(model, names), torch.enable_grad():
         model(one, images_of(batch.images, torch.arange(1)))
     names = worth(recorder.records)
     sizes = {n: state.params[n][0].numel() for n in trained_names(model, state)}
