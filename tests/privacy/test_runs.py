@@ -11,6 +11,8 @@ from perada.config import build, from_tables, resolve
 from perada.errors import InputError
 from perada.experiment import Experiment
 from perada.lanes import State, ways
+from perada.methods import REGISTRY
+from perada.privacy import training
 
 from .networks import record_all
 
@@ -150,3 +152,24 @@ def test_streamed_augmented_and_kept_images(how):
     exp = build(resolve("digits", {**SMALL, **PRIVATE, "method.name": "perada-no-kd", **how}))
     exp.round()
     assert not exp.now.last.get("failed")
+
+
+def test_methods_say_whether_they_train_privately():
+    assert {name for name, made_by in REGISTRY.items() if made_by().parts.private} == set(METHODS)
+
+
+def test_the_copies_of_a_client_have_keys_of_their_own(monkeypatch):
+    """The personal and the local lane of a client draw independently: the accountant composes them as such."""
+    seen: list[list[object]] = []
+    original = training.randomness_of
+
+    def noted(privacy, device, keys):
+        seen.append(list(keys))
+        return original(privacy, device, keys)
+
+    monkeypatch.setattr(training, "randomness_of", noted)
+    exp = made(2, method__name="ditto", privacy__deterministic=True)
+    keys = [key for each in seen for key in each]
+    assert len(keys) == 2 * 2 * 2  # rounds, clients of a cohort, copies
+    assert len(set(keys)) == len(keys)
+    assert {key[2] for key in keys} <= {c.name for c in exp.federation.clients}
