@@ -180,6 +180,18 @@ def test_a_site_with_a_budget_refuses_a_plan_without_noise(tmp_path: Path) -> No
     assert world.trained() == {"east": 0, "north": 1, "west": 1}
 
 
+def test_at_level_client_the_server_knows_epsilon_and_sites_pay_nothing(tmp_path: Path) -> None:
+    world = make_world(
+        tmp_path, **{**DP, "privacy__level": "client", "train__aggregate": "mean", "privacy__clip": 0.001}
+    )
+    path, _ = run(world)
+    epsilons = json.loads((path / "summary.json").read_text())["privacy"]["epsilon"]["per_client"]
+    assert set(epsilons) == set(SITES)
+    assert len(set(epsilons.values())) == 1
+    assert min(epsilons.values()) > 0
+    assert not any((world.site(site).state.path / FILE).exists() for site in SITES)
+
+
 def test_a_damaged_ledger_stops_the_site(tmp_path: Path) -> None:
     world = make_world(tmp_path, **{**DP, "train__rounds": 1})
     run(world)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
 from perada.adapters import Bottleneck, Lora, Residual, adapt
-from perada.lanes import LaneModel, Samples, State
+from perada.lanes import LaneModel, Samples, State, records, ways
 from perada.models import backbone
 from perada.models.vit import Shape, ViT
 
@@ -65,3 +66,10 @@ def samples_of(size: int, counts: tuple[int, ...], dtype: torch.dtype = torch.fl
 def flat(grads: dict[str, Tensor]) -> Tensor:
     """Gradients `[m, ...]` side by side, `[m, n]`."""
     return torch.cat([g.flatten(1) for _, g in sorted(grads.items())], 1)
+
+
+def record_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes small matrices worth recording."""
+    monkeypatch.setattr(records, "LARGE", 1)
+    monkeypatch.setattr(ways, "LEAST", 0.0)
+    monkeypatch.setattr(ways, "worth", lambda seen: frozenset(n for n, each in seen.items() if len(each) == 1))

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from perada.adapters import Residual, adapt
 from perada.client.trainer import sample_loss
 from perada.errors import InputError
-from perada.lanes import LaneModel, Samples, State, Way, gather, records, sample_gradients, trained_names, ways
+from perada.lanes import LaneModel, Samples, State, Way, gather, sample_gradients, trained_names, ways
 from perada.models import backbone
 from perada.privacy.apart import check_apart
 
-from .networks import CLASSES, FULL, MODELS, SIZE, flat, lanes_of, samples_of, size_of
+from .networks import CLASSES, FULL, MODELS, SIZE, flat, lanes_of, record_all, samples_of, size_of
 from .twins import twin
 
 COUNTS = (3, 0, 2)
@@ -82,12 +82,6 @@ def test_a_neighbour_changes_nothing(name):
     batch.images[1] *= 10
     assert off(ours(model, state, batch)[:1], before[None]) <= 1e-12
     check_apart(model, (size_of(name),) * 2)
-
-
-def record_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "LARGE", 1)
-    monkeypatch.setattr(ways, "LEAST", 0.0)
-    monkeypatch.setattr(ways, "worth", lambda seen: frozenset(n for n, each in seen.items() if len(each) == 1))
 
 
 @pytest.mark.parametrize("name", [*MODELS, *FULL])

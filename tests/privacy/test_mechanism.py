@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from perada.adapters import adapt
 from perada.client.trainer import sample_loss
-from perada.lanes import Batch, LaneModel, Options, Pull, Samples, State, Way, sgd
+from perada.lanes import Batch, LaneModel, Options, Pull, Samples, State, Way, sgd, ways
 from perada.privacy.mechanism import Mechanism
 from perada.privacy.randomness import Repeatable, Secret
 
-from .networks import MODELS, SIZE, lanes_of, samples_of
+from .networks import FULL, MODELS, SIZE, lanes_of, record_all, samples_of
 
+SMALL = [name for name in MODELS if name != "efficientnet_lite0"]
 CPU, BATCH, LR = torch.device("cpu"), 4, 0.5
 
 
@@ -60,11 +61,9 @@ def linear(inputs: int, outputs: int) -> LaneModel:
     return adapt(net, adapter=None, trained="full")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_without_noise_and_clipping_it_is_sgd(name, momentum):
-    if name == "efficientnet_lite0":
-        pytest.skip("its gradients are tested; this is about the step")
     model = MODELS[name]()
     state, samples = lanes_of(model, 2), samples_of(SIZE, (BATCH, BATCH))
     towards = lanes_of(model, 1)
@@ -113,6 +112,20 @@ def test_a_sample_that_is_not_finite_counts_as_zero(value):
     found = private(model, state, samples, clip=0.2)
     assert float((moved(state, found) - moved(state, base)).norm()) <= 0.2 * LR / BATCH * (1 + 1e-9)
     assert moved(state, found).isfinite().all()
+
+
+@pytest.mark.parametrize("name", [*SMALL, *FULL])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_bound_holds_in_bfloat16(name, recorded, monkeypatch):
+    if recorded:
+        record_all(monkeypatch)
+    model = {**MODELS, **FULL}[name]()
+    state, samples = lanes_of(model, 1, torch.float32), samples_of(SIZE, (1,), torch.float32)
+    model.to("cpu", torch.float32, torch.bfloat16)
+    way = Way(3, ways.recordable(model, (SIZE, SIZE))) if recorded else Way(3)
+    assert bool(way.recorded) == recorded
+    gone = moved(state, private(model, state, samples, clip=0.1, way=way))
+    assert 0.0999 <= float(gone.norm()) * BATCH / LR <= 0.1 * (1 + 1e-5)
 
 
 def samples_without(samples: Samples) -> Samples:

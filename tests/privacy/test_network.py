@@ -12,7 +12,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Privacy.deterministic")
 
 
 @pytest.mark.parametrize("method", ["perada"])
-def test_sites_train_as_in_a_simulation(method: str, tmp_path: Path) -> None:
+def test_sites_train_as_in_a_simulation(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perada.flower.settings.UNSAFE_NOISE", True)  # a real site refuses noise from a seed
     private = {"privacy__noise": 1.0, "privacy__deterministic": True, "distill__guard": "none"}
     world = make_world(tmp_path, method__name=method, **private)
     sim = simulated(world)

@@ -10,7 +10,11 @@ import perada
 from perada.config import build, from_tables, resolve
 from perada.errors import InputError
 from perada.experiment import Experiment
-from perada.lanes import State
+from perada.lanes import State, ways
+from perada.methods import REGISTRY
+from perada.privacy import training
+
+from .networks import record_all
 
 pytestmark = pytest.mark.filterwarnings("ignore:Privacy.deterministic")
 METHODS = ("perada", "perada-no-kd", "ditto", "fedavg", "standalone")
@@ -107,6 +111,7 @@ def test_a_deterministic_training_warns():
 REFUSED = {
     "APFL has no differential privacy": {"method__name": "apfl"},
     "clients send no validation scores: set Distill.guard to none or server": {"distill__guard": "clients"},
+    "set Distill.data to public images": {"distill__data": "validation"},
     "set Train.weighting to uniform": {"train__weighting": "samples"},
     "set Drift.prior to uniform or public": {"drift__prior": "shared"},
     "set Train.clip to 0": {"train__clip": 1.0},
@@ -130,8 +135,41 @@ def test_a_step_of_a_methods_own_is_refused():
         trainer.loop((exp.now.broadcast,), lambda gradient, states: states)
 
 
+def test_recorded_matrices_train_as_others(monkeypatch):
+    """A whole round of full models, whose convolutions are recorded, is that with gradients per sample."""
+    monkeypatch.setattr(ways, "LEAST", 2.0)  # nothing is worth it
+    whole = made(1, method__name="ditto", privacy__deterministic=True, model__backbone="resnet8")
+    record_all(monkeypatch)
+    short = made(1, method__name="ditto", privacy__deterministic=True, model__backbone="resnet8")
+    assert not whole.model.way.recorded
+    assert len(short.model.way.recorded) > 5
+    assert same(whole.now.broadcast, short.now.broadcast, near=1e-4)
+    assert same(whole.now.kept, short.now.kept, near=1e-4)
+
+
 @pytest.mark.parametrize("how", [{"data.resident": "no"}, {"data.augment": "crop"}, {"model.adapt_from": "layer3"}])
 def test_streamed_augmented_and_kept_images(how):
     exp = build(resolve("digits", {**SMALL, **PRIVATE, "method.name": "perada-no-kd", **how}))
     exp.round()
     assert not exp.now.last.get("failed")
+
+
+def test_methods_say_whether_they_train_privately():
+    assert {name for name, made_by in REGISTRY.items() if made_by().parts.private} == set(METHODS)
+
+
+def test_the_copies_of_a_client_have_keys_of_their_own(monkeypatch):
+    """The personal and the local lane of a client draw independently: the accountant composes them as such."""
+    seen: list[list[object]] = []
+    original = training.randomness_of
+
+    def noted(privacy, device, keys):
+        seen.append(list(keys))
+        return original(privacy, device, keys)
+
+    monkeypatch.setattr(training, "randomness_of", noted)
+    exp = made(2, method__name="ditto", privacy__deterministic=True)
+    keys = [key for each in seen for key in each]
+    assert len(keys) == 2 * 2 * 2  # rounds, clients of a cohort, copies
+    assert len(set(keys)) == len(keys)
+    assert {key[2] for key in keys} <= {c.name for c in exp.federation.clients}

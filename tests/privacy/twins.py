@@ -14,7 +14,7 @@ from opacus.grad_sample import register_grad_sampler
 from torch import Tensor, nn
 
 from perada.lanes import LaneBatchNorm, LaneConv2d, LaneModel, LowRank, State, parent_of
-from perada.lanes.layers import LaneDropout, LaneGroupNorm, LaneLayerNorm, LaneLinear, recast
+from perada.lanes.layers import Context, LaneDropout, LaneGroupNorm, LaneLayerNorm, LaneLinear, recast
 
 
 class Affine(nn.Module):
@@ -79,7 +79,7 @@ def twin(model: LaneModel, state: State) -> nn.Module:
 
     Its parameters have the lane's names; those that the lane trains require gradients.
     """
-    net = copy.deepcopy(model.module)
+    net = copy.deepcopy(model.module, {id(model.context): Context()})  # plain torch
     net.to(next(iter(state.tensors())).dtype)
     tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     with torch.no_grad():

@@ -21,6 +21,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 BUILT_IN_WEIGHTS = ("package", "embedded", "random")  # a site makes these itself; the server sends all others
 SHARED_DATA = ("size", "fit", "val", "test", "seed", "normalise", "augment", "resident", "meta_min", "uncertain")
 MAX_ROUND = 10**6
+UNSAFE_NOISE = False  # whether noise that follows from a seed is accepted; a test of parity sets it, nothing else
 AGGREGATE = "norm_clip"  # over a network, where a site may be in wrong hands; server.toml may choose another rule
 ADVICE = ": `perada flower init` makes one"
 GREY = {"data": ((0.5,), (0.25,)), "imagenet": ((0.449,), (0.226,))}  # mean and deviation of one-channel images
@@ -162,7 +163,7 @@ def _run_config(file: Path, tables: dict[str, Any], sites: int) -> Config:
         (config.model.weights == "fedavg", f"ModelOptions.weights=fedavg {simulated}: use random, or name a file"),
         (config.drift.prior != "uniform", f"Drift.prior={config.drift.prior} {simulated}: a site sends no such counts"),
         (config.privacy.target, f"Privacy.target {simulated}: set Privacy.noise"),
-        (config.privacy.deterministic, f"Privacy.deterministic {simulated}: leave it out"),
+        (config.privacy.deterministic and not UNSAFE_NOISE, f"Privacy.deterministic {simulated}: leave it out"),
         (config.train.cohort > sites, f"Train.cohort={config.train.cohort} but there are {sites} sites: lower it"),
         (code, f"{code} names a module to import: install it at every site as an entry point, and give that name"),
     ):
@@ -291,7 +292,7 @@ class Plan:
             config = plan.config
             if config.model.weights not in BUILT_IN_WEIGHTS or config.distill.data != "none" or config.data.root:
                 raise ValueError("it names files or downloads, which a server may not choose at a site")
-            if config.privacy.deterministic or config.privacy.target:
+            if (config.privacy.deterministic and not UNSAFE_NOISE) or config.privacy.target:
                 raise ValueError(
                     "its noise is not one that a site may add: it follows from a seed, or is not known yet"
                 )

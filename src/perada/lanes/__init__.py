@@ -13,6 +13,7 @@ from .ops import normalised, ops_for
 from .optim import Pull, Slopes, adam, adam_states, sgd
 from .pool import Pool
 from .random import fold, key_of, rng_of, uniform
+from .records import exact_products
 from .samples import Piece, Samples, Way, sample_gradients, trained_names
 from .state import (
     State,
@@ -72,6 +73,7 @@ __all__ = [
     "convert",
     "default_groups",
     "divide",
+    "exact_products",
     "flattened",
     "fold",
     "gather",

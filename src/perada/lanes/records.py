@@ -21,6 +21,7 @@ from .layers import LaneConv2d, LaneLinear
 from .model import LaneModel
 
 LARGE = 1 << 14  # numbers in a matrix from which it is worth it: smaller gradients are simply made
+HALVES = 2**-15  # more than what `halves` adds to the square of a norm
 SLACK = 8  # times the rounding of the largest norm that inputs and slopes allow
 
 
@@ -38,8 +39,10 @@ class Record:
         a, g = self._wide(dtype)
         tokens, least = a.shape[1], SLACK * torch.finfo(dtype).eps * a.square().sum((1, 2)) * g.square().sum((1, 2))
         if 2 * tokens**2 <= a.shape[2] * g.shape[2]:
-            return (a @ a.transpose(1, 2) * (g @ g.transpose(1, 2))).sum((1, 2)).clamp_min(0.0) + least
-        return (g.transpose(1, 2) @ a).square().sum((1, 2)) + least
+            found = (a @ a.transpose(1, 2) * (g @ g.transpose(1, 2))).sum((1, 2)).clamp_min(0.0)
+        else:
+            found = (g.transpose(1, 2) @ a).square().sum((1, 2))
+        return found * (1 + HALVES if self.inputs.dtype == torch.bfloat16 else 1) + least
 
     def total(self, factors: Tensor, lanes: int) -> Tensor:
         """Returns each lane's sum of its samples' gradients times their factors `[m]`: `[k, out, in]`."""
@@ -47,11 +50,32 @@ class Record:
         by = factors.view(-1, 1, 1)
         g, a = torch.where(by > 0, g * by, 0.0), torch.where(by > 0, a, 0.0)  # not finite where the factor is 0
         rows = a.reshape(lanes, -1, a.shape[2])
-        return g.reshape(lanes, -1, g.shape[2]).transpose(1, 2) @ rows
+        parts = halves(g) if self.inputs.dtype == torch.bfloat16 else (g,)
+        return torch.stack([p.reshape(lanes, -1, g.shape[2]).transpose(1, 2) @ rows for p in parts]).sum(0)
 
     def _wide(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         assert self.slopes is not None
         return self.inputs.to(dtype), self.slopes.to(dtype)
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns two tensors of few digits whose sum is x to 16 bits: tensor cores multiply them with bfloat16 exactly."""
+    high = x.to(torch.bfloat16).to(x.dtype)
+    return high, (x - high).to(torch.bfloat16).to(x.dtype)
+
+
+@contextmanager
+def exact_products(compute: torch.dtype | None) -> Iterator[None]:
+    """Keeps a GPU from rounding the factors of float32 products to 10 bits, by which a clipped gradient might grow.
+
+    What was computed in bfloat16 has fewer bits anyway, and is multiplied on tensor cores.
+    """
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = compute == torch.bfloat16
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @dataclass
@@ -111,16 +135,22 @@ def candidates(model: LaneModel, names: list[str]) -> frozenset[str]:
     tied, found = {*model.shared, *model.shared.values()}, set()
     for name, layer in model.module.named_modules():
         weight = f"{name}.weight"
-        if weight in names and weight not in tied and _watchable(layer) and layer.weight.numel() >= LARGE:
+        if weight in names and weight not in tied and _watchable(layer):
             found.add(weight)
     return frozenset(found)
 
 
 def _watchable(layer: nn.Module) -> bool:
-    if isinstance(layer, LaneConv2d):
-        usual = layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-        return usual and layer.adapter is None
-    return type(layer) is LaneLinear
+    """Returns whether a layer's gradients follow from its inputs and slopes, and would be large or slow to make.
+
+    On a GPU a k×k convolution of every sample with its own kernel is slow, whatever its size.
+    """
+    if not isinstance(layer, LaneConv2d):
+        return type(layer) is LaneLinear and layer.weight.numel() >= LARGE
+    usual = layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    slow = layer.kernel_size != (1, 1) and layer.weight.is_cuda
+    large = slow or layer.weight.numel() >= LARGE
+    return usual and large and layer.adapter is None
 
 
 def worth(records: dict[str, list[Record]]) -> frozenset[str]:

@@ -9,7 +9,7 @@ from .machine import REST, STATES, bytes_per_lane, free_memory
 from .model import LaneModel
 from .ops import plain
 from .random import key_of
-from .records import Recorder, candidates, worth
+from .records import Recorder, candidates, exact_products, worth
 from .samples import Samples, Way, images_of, sample_gradients, trained_names
 from .state import State, repeat
 
@@ -54,7 +54,7 @@ def recordable(model: LaneModel, size: tuple[int, int]) -> frozenset[str]:
     one = state.map(lambda t: t[:1])
     if model.compute is not None:
         one = model.rounded(one)
-    with plain(model.context), recorder.watching(model, names):
+    with plain(model.context), recorder.watching(model, names), torch.enable_grad():
         model(one, images_of(batch.images, torch.arange(1)))
     names = worth(recorder.records)
     sizes = {n: state.params[n][0].numel() for n in trained_names(model, state)}
@@ -73,8 +73,9 @@ def _sums(model: LaneModel, state: State, batch: Samples, way: Way) -> dict[str,
     """Returns the lanes' gradients of the samples' sum, each sample by a factor of its norm; none if that fails."""
     sums = {n: torch.zeros_like(state.params[n]) for n in trained_names(model, state)}
     for piece in sample_gradients(model, state, batch, lambda logits, targets: logits.logsumexp(-1), way):
-        factors = 1 / (1 + piece.squares(next(iter(sums.values())).dtype))
-        piece.add_to(sums, factors if piece.present is None else factors * piece.present)
+        with exact_products(model.compute):
+            factors = 1 / (1 + piece.squares(next(iter(sums.values())).dtype))
+            piece.add_to(sums, factors if piece.present is None else factors * piece.present)
     return sums
 
 

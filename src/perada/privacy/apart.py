@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..lanes import LaneModel, Samples, Way, key_of, sample_gradients
+from ..lanes import LaneModel, Samples, State, Way, sample_gradients
+from ..lanes.ways import drawn, tried
 
 NEAR = 1e-3  # relative: the same kernels give the same numbers, but for the order in which they add
 
@@ -15,10 +16,12 @@ def check_apart(model: LaneModel, size: tuple[int, int]) -> None:
     """Refuses a network in which a sample changes the gradient of its neighbour; tried once, on random images."""
     if model.apart:
         return
-    draw = torch.Generator().manual_seed(key_of("apart") & (2**63 - 1))
-    images = torch.randn(3, 3, *size, generator=draw).to(next(iter(model.initial().tensors())))
+    state = drawn(model).map(lambda t: t[:1])
+    batch = tried(model, size)
+    assert isinstance(batch.images, Tensor)
+    images = batch.images.clone()
     images[2] *= 3
-    first, second = (_gradients(model, images[[0, other]]) for other in (1, 2))
+    first, second = (_gradients(model, state, images[[0, other]]) for other in (1, 2))
     away = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(first, second, strict=True))
     norm = sum(float(a.double().square().sum()) for a in first)
     if not away <= NEAR**2 * norm:
@@ -29,9 +32,9 @@ def check_apart(model: LaneModel, size: tuple[int, int]) -> None:
     model.apart = True
 
 
-def _gradients(model: LaneModel, images: Tensor) -> list[Tensor]:
+def _gradients(model: LaneModel, state: State, images: Tensor) -> list[Tensor]:
     """Returns the gradients of the first of two samples."""
     none = torch.zeros(2, 1, dtype=torch.int64, device=model.device)
     batch = Samples(images, none, None, none[:, 0], (2,), (0,), 0)
-    (piece,) = sample_gradients(model, model.initial(), batch, lambda logits, targets: logits.logsumexp(-1), Way(2))
+    (piece,) = sample_gradients(model, state, batch, lambda logits, targets: logits.logsumexp(-1), Way(2))
     return [g[0] for g in piece.grads.values()]

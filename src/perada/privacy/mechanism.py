@@ -7,14 +7,12 @@ B is a public constant, the expected batch: a number that depends on the draw wo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..lanes import Gradient, Group, Samples, State, Way, sample_gradients, sent, trained_names
+from ..lanes import Gradient, Group, Samples, State, Way, exact_products, sample_gradients, sent, trained_names
 from .randomness import Randomness
 
 
@@ -36,7 +34,7 @@ class Mechanism:
         sums = {n: torch.zeros_like(state.params[n]) for n in trained_names(model, state, of)}
         losses = torch.zeros(len(batch.counts), dtype=next(iter(sums.values())).dtype, device=model.device)
         for piece in sample_gradients(model, state, batch, gradient.loss, self.way, of):
-            with exact_products():
+            with exact_products(model.compute):
                 factors = clipping(piece.squares(losses.dtype), self.clip)
                 each = piece.losses.to(losses.dtype).nan_to_num(0.0, 0.0, 0.0)
                 if piece.present is not None:
@@ -56,14 +54,3 @@ class Mechanism:
 def clipping(squares: Tensor, bound: float) -> Tensor:
     """Returns the factors that bring norms down to the bound, of their squares; 0 for one that is not finite."""
     return torch.where(squares.isfinite(), (bound / squares.sqrt().clamp_min(1e-30)).clamp_max(1.0), 0.0)
-
-
-@contextmanager
-def exact_products() -> Iterator[None]:
-    """Keeps a GPU from rounding the factors of float32 products to 10 bits, by which a clipped gradient might grow."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..client.trainer import Train
-from ..data import Federation
+from ..data import VALIDATION, Federation
 from ..errors import InputError
 from ..fields import check_fields
 from ..methods import Method
@@ -61,6 +61,8 @@ def check_private(method: Method, train: Train, distill: Distill, drift: Drift, 
         raise InputError(f"{name} has no {what}: use perada, perada-no-kd, ditto or fedavg, or set Privacy.noise to 0")
     if parts.distils and distill.steps and distill.guard == "clients":
         raise InputError(f"{first}clients send no validation scores: set Distill.guard to none or server")
+    if parts.distils and distill.steps and distill.data == VALIDATION:
+        raise InputError(f"{first}the server has no images of clients: set Distill.data to public images")
     if train.weighting == "samples":
         raise InputError(f"{first}clients do not tell how many samples they have: set Train.weighting to uniform")
     if drift.prior == "shared":
