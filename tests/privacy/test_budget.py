@@ -117,7 +117,11 @@ def test_every_noisy_step_is_in_the_ledger(method: str, monkeypatch: pytest.Monk
 
 def test_a_budget_stops_clients_and_then_the_training(tmp_path: Path) -> None:
     said: list[Progress] = []
-    run = train(tmp_path / "run", callbacks=(OnRound(said.append),), **TIGHT)
+    lines: list[str] = []
+    settings, watch = plain({**DP, **TIGHT}), [OnRound(said.append)]
+    run = perada.train("digits", set=settings, out=tmp_path / "run", callbacks=watch, say=lines.append)
+    done = f"every client's Privacy.budget is spent after round {run.summary['round']}: nothing more is trained"
+    assert lines.count(done) == 1
     epsilons = run.summary["privacy"]["epsilon"]["per_client"]
     experiment = run.experiment
     assert set(experiment.exhausted) == set(experiment.clients)

@@ -139,6 +139,9 @@ def train(
                 write_atomic(pretraining_rows(run.folder), read_file(rows))
         experiment.model.pool = pool
         _train(run, experiment, callbacks, about)
+    now = experiment.now
+    if experiment.spending.over(now.memory) and now.round < experiment.train.rounds:
+        say(f"every client's Privacy.budget is spent after round {now.round}: nothing more is trained")
     busy, idle = experiment.model.lane_steps
     if busy:
         say(f"{busy:,} lane-steps; {idle / (busy + idle):.1%} of slots idle")
