@@ -12,6 +12,7 @@ from perada.runs.files import write_atomic
 
 from . import drawings, paper
 from .cells import MISSING, accepted, changed, number, pipes
+from .document_private import private_section
 from .document_studies import settle_section, study_section
 from .overview import overview
 from .plans import experiments
@@ -117,6 +118,8 @@ def _section(state: State, figures: dict[str, str]) -> str:
         "settle": settle_section,
         "others": _others,
         "ablations": _ablations,
+        "dp-lite0": private_section,
+        "dp-vit": private_section,
     }
     return "\n".join([*lines, *bodies.get(experiment.name, _main)(state, figures)])
 

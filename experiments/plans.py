@@ -10,6 +10,7 @@ from perada.config import resolve
 from perada.data import VALIDATION
 from perada.methods import REGISTRY, grids
 
+from .private import private_experiments
 from .studies import FIRST_RECIPE, THRICE, WIDE, first_study, settle
 from .trials import (
     CIFAR10,
@@ -242,5 +243,18 @@ def experiments() -> dict[str, Experiment]:
         seconds=SECONDS,
         distilling=DISTILLING,
     )
-    found = (first_study(), settle(), main, _others(), _vit(), _ablations(), pacs, xrays, drift, lite0, digits)
+    found = (
+        first_study(),
+        settle(),
+        main,
+        _others(),
+        _vit(),
+        _ablations(),
+        pacs,
+        xrays,
+        drift,
+        *private_experiments(),
+        lite0,
+        digits,
+    )
     return {e.name: e for e in found}

@@ -139,7 +139,7 @@ def made(
             "accepted": last["accepted"] if config.distill.guard != "none" else None,
         },
         "rows": [_short(row) for row in rows],
-        "last": {k: v for k, v in last.items() if k in (*SPLITS, "global_model", "metric", "parameters")},
+        "last": {k: v for k, v in last.items() if k in (*SPLITS, "global_model", "metric", "parameters", "privacy")},
         "seconds": last["seconds"],
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "versions": {"perada": __version__, "torch": torch.__version__, "python": platform.python_version()},

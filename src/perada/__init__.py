@@ -17,6 +17,7 @@ __all__ = [
     "Experiment",
     "Federation",
     "LaneModel",
+    "Privacy",
     "Run",
     "State",
     "Train",
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .experiment import Experiment
     from .lanes import LaneModel, State
     from .predict.drift import Drift
+    from .privacy import Privacy
     from .runs.join import join
     from .runs.run import Run, load
     from .runs.train import train
@@ -49,6 +51,7 @@ else:
         "Experiment": "experiment",
         "Federation": "data",
         "LaneModel": "lanes",
+        "Privacy": "privacy",
         "Run": "runs.run",
         "State": "lanes",
         "Train": "client.trainer",

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import Adapter, adapt, adapter_of
-from .client.cohort import SPLITS, Cohort, LocalCohort, Uploads
+from .client.cohort import SPLITS, Cohort, LocalCohort, Report, Uploads
 from .client.scores import Scores, logits_on, score
 from .client.trainer import Train, Trainer, sample_losses
 from .data import Federation
@@ -27,15 +29,19 @@ from .errors import Diverged, InputError
 from .fields import made
 from .lanes import LaneModel, Prefix, State, ops_for, repeat, rng_of
 from .lanes.machine import arithmetic, device_of, free_memory, precision_of
-from .methods import Finisher, Method, expected_upload
+from .methods import Finisher, Method, copy_epochs, expected_upload
 from .models import BACKBONES, Backbone
 from .predict.drift import Drift
+from .privacy import UNSAFE, Privacy
+from .privacy.apart import check_apart
+from .privacy.spending import Spending
 from .runs.folder import RunFolder
 from .runs.moment import Checkpoint, Evaluation, Moment, Progress
 from .runs.options import RunOptions, check_fit, check_kinds
 from .server.aggregate import Rule
 from .server.distill import Distill, public_chunks
 from .server.guard import Server
+from .server.private import ClientPrivacy
 
 if TYPE_CHECKING:
     from .callbacks import Callback
@@ -68,6 +74,7 @@ class Experiment:
         what they make of an image is computed once. Empty adapts all.
     public: the server's images for distillation, uint8 `[n, C, H, W]`; only methods that distil need them.
     drift: how the clients' predictions notice drift; training does not depend on it.
+    privacy: differential privacy, of every sample or of every client; off by default.
     cohort: who trains; by default all clients of the federation on this machine.
     run: the fields of `RunOptions`: seed, eval_every, device, precision, lanes, ...
     """
@@ -85,11 +92,14 @@ class Experiment:
         train: Train = Train(),
         distill: Distill = Distill(),
         drift: Drift = Drift(),
+        privacy: Privacy = Privacy(),
         cohort: Callable[[Experiment], Cohort] | None = None,
         to_train: bool = True,
         **run: Any,
     ) -> None:
-        check_kinds(federation, method, train, distill, drift)
+        if to_train and privacy.on and privacy.deterministic:
+            warnings.warn(UNSAFE, stacklevel=2)
+        check_kinds(federation, method, train, distill, drift, privacy)
         self.options: RunOptions = run.pop("options", None) or made(RunOptions, run)
         self.device, self.dtype = device_of(self.options.device), DTYPES[self.options.precision]
         arithmetic(self.options.precision, self.device)
@@ -97,24 +107,34 @@ class Experiment:
             ops_for(self.device).get_ready(self.device)
         self.net, self.federation, self.method = net, federation.to(self.device), method
         self.adapter, self.head, self.train, self.distill = adapter_of(adapter), head, train, distill
-        self.adapt_from, self.drift = adapt_from, drift
+        self.adapt_from, self.drift, self.privacy = adapt_from, drift, privacy
         if to_train:
-            image = 3, *federation.images.shape[-2:]
+            height, width = map(int, federation.images.shape[-2:])
+            image = 3, height, width
             Backbone(net, head or "").check(image, len(federation.classes))
             if adapt_from:
                 Prefix.check(net, adapt_from, image)
         self.model = lanes_of(net, method, self.adapter, head, self.options, adapt_from)
+        if to_train and privacy.target:
+            if cohort is not None:
+                raise InputError("Privacy.target works in simulations only: set Privacy.noise")
+            privacy = self.privacy = self._spending(self.federation.sizes).solved(train.rounds)
         self.cohort: Cohort = (
-            cohort(self) if cohort else LocalCohort(self.model, self.federation, method, train, self.options.seed)
+            cohort(self)
+            if cohort
+            else LocalCohort(self.model, self.federation, method, train, self.options.seed, privacy)
         )
         self.public: Sequence[Any] = []
         if to_train:
-            check_fit(self.federation, method, train, distill, local=cohort is None)
+            check_fit(self.federation, method, train, distill, cohort is None, drift, privacy)
+            if privacy.of_samples and cohort is None:
+                check_apart(self.model, (height, width))
             self.keep_features()
             self.public = self._chunks(public)
         server, broadcast, client = method.init(self.model)
         self.now = Moment(0, server, broadcast, repeat(client, len(self.federation.clients)))
         self.seconds = 0.0
+        self.client_privacy = ClientPrivacy(privacy, train.cohort, self.options.seed)
         self._stop_at: int | None = None  # where `stop` ends the training before its planned last round
         self.test_data = self.federation if self.federation.clients else None  # what the global model is tested on
         self.mark: Callable[[str, int], None] = lambda what, round: None  # is told of every boundary inside a round
@@ -154,6 +174,22 @@ class Experiment:
         if isinstance(self.cohort, LocalCohort):
             self.cohort.federation = self.federation
 
+    # Privacy
+
+    def _spending(self, sizes: Mapping[str, int]) -> Spending:
+        epochs = copy_epochs(self.method, self.train.epochs)
+        return Spending(self.privacy, sizes, self.train.batch, epochs, self.train.cohort)
+
+    @cached_property
+    def spending(self) -> Spending:
+        """What the rounds cost the clients. Over a network only the sites know that, at level `sample`."""
+        return self._spending(dict.fromkeys(self.clients, 1) if self.privacy.of_clients else self.federation.sizes)
+
+    @property
+    def exhausted(self) -> tuple[str, ...]:
+        """The clients whose privacy budget does not allow another round."""
+        return self.spending.exhausted(self.now.memory)
+
     # A round
 
     @property
@@ -161,10 +197,20 @@ class Experiment:
         return self.cohort.names
 
     def sampled(self, round: int) -> list[int]:
-        """Returns the clients that train in a round: a pure function of (seed, round)."""
+        """Returns the clients that train in a round: a pure function of (seed, round).
+
+        With differential privacy of clients each is drawn independently of the others, from a secret.
+        """
         clients = len(self.clients)
+        if self.privacy.of_clients:
+            return self.client_privacy.sampled(clients, round)
         drawn = rng_of(self.options.seed, round, "cohort").choice(clients, self.train.cohort or clients, replace=False)
         return sorted(int(m) for m in drawn)
+
+    def taking_part(self) -> list[int]:
+        """Returns the clients that train in the next round: those sampled whose privacy budget allows it."""
+        spent = self.exhausted
+        return [m for m in self.sampled(self.now.round) if self.clients[m] not in spent]
 
     def round(self) -> None:
         """Trains one round: uploads, the server's update, the guard's choice."""
@@ -174,18 +220,24 @@ class Experiment:
         """Returns the uploads of the next round's clients."""
         if self.now.finished:
             raise ValueError("the method's last stage is done: reopen() before another round")
+        if self.spending.over(self.now.memory):
+            raise InputError("every client's Privacy.budget is spent: nothing more is trained")
+        clients = self.taking_part()
+        if not clients:
+            return Uploads(State(), (), Report())
         with self._timed():
-            return self.cohort.train(self.now, self.sampled(self.now.round))
+            return self.cohort.train(self.now, clients)
 
     def update(self, uploads: Uploads) -> None:
         """Ends the round at the server: the method proposes, the guard scores and chooses."""
         with self._timed():
-            now = self.now
-            uploads, memory, left_out = self._admit(uploads)
+            now, trained = self.now, self.taking_part()
+            uploads, memory, left_out = self._admit(uploads, bool(trained))
             if left_out:
                 self.cohort.left_out(left_out)
             report = uploads.report
-            state, broadcast, log = self._at_server(uploads) if uploads.clients else (now.server, now.broadcast, None)
+            idle = not uploads.states.lanes
+            state, broadcast, log = (now.server, now.broadcast, None) if idle else self._at_server(uploads)
             self.now = Moment(
                 round=now.round + 1,
                 server=state,
@@ -193,8 +245,8 @@ class Experiment:
                 kept=now.kept if uploads.kept is None else uploads.kept,
                 counters=uploads.counters(now.counters, now.broadcast, broadcast, log, self.distill.guard == "clients"),
                 last={"train_loss": report.loss, "distill": log, **report.as_note()},
-                memory=memory,
-                changed=now.changed | set(self.sampled(now.round)),
+                memory=memory | self.spending.charged(now.memory, [self.clients[m] for m in trained]),
+                changed=now.changed | set(trained),
             )
 
     def _at_server(self, uploads: Uploads) -> tuple[State, State, dict[str, Any] | None]:
@@ -222,16 +274,22 @@ class Experiment:
         """How uploads become one."""
         return Rule(self.train.aggregate, self.train.trim)
 
-    def _admit(self, uploads: Uploads) -> tuple[Uploads, dict[str, Any], Mapping[str, str]]:
+    def _admit(self, uploads: Uploads, asked: bool) -> tuple[Uploads, dict[str, Any], Mapping[str, str]]:
         """Returns the uploads as they take part in the round, what the server keeps, and who is left out and why.
 
-        Raises Diverged if nobody uploaded anything in several rounds in a row.
+        Raises Diverged if nobody uploaded anything in several rounds in a row. asked: whether anybody trained.
         """
         memory = self.now.memory
+        reference = expected_upload(self.method, self.model, self.now.broadcast)
+        if self.privacy.of_clients:
+            clients, round = len(self.clients), self.now.round
+            mean = self.client_privacy.mean(uploads.states, reference, clients, round, self.model.inert)
+            return replace(uploads, states=mean, weights=None), {}, {}
         if uploads.clients:
-            reference = expected_upload(self.method, self.model, self.now.broadcast)
             uploads, norms, left_out = uploads.admitted(self.rule, reference, memory.get(NORMS, {}))
             return uploads, {NORMS: norms} if norms else {}, left_out
+        if not asked:
+            return uploads, dict(memory), {}
         idle = memory.get(IDLE, 0) + 1
         if idle >= PATIENCE:
             raise Diverged(
@@ -327,6 +385,9 @@ class Experiment:
                 value = score(logits_on(self.model, measured, test, test.test)[0], test.labels(test.test))
         last = {**now.last, "failed": tuple(now.last.get("failed", ())), "absent": tuple(now.last.get("absent", ()))}
         more: dict[str, Any] = {**now.counters, **last, "seconds": self.seconds}
+        if epsilons := list(self.spending.epsilons(now.memory).values()):
+            more["epsilon"] = {"mean": sum(epsilons) / len(epsilons), "max": max(epsilons)}
+            more["exhausted"] = self.exhausted
         return Evaluation(now.round, scores, value, measured is not None, **more)
 
     # The whole training
@@ -344,6 +405,8 @@ class Experiment:
     def last_round(self) -> int:
         """The number of rounds after which the training ends."""
         planned = self.train.rounds
+        if self.spending.over(self.now.memory):
+            planned = min(planned, self.now.round)
         return planned if self._stop_at is None else min(planned, self._stop_at)
 
     def progress(self, known: Container[int] = (), splits: Sequence[str] = SPLITS) -> Iterator[Progress]:
@@ -370,7 +433,8 @@ class Experiment:
             yield self._progress("trained")
 
     def _progress(self, event: Any, row: Evaluation | None = None) -> Progress:
-        return Progress(self.now.round, self.last_round, row, tuple(self.now.last.get("failed", ())), event)
+        failed = tuple(self.now.last.get("failed", ()))
+        return Progress(self.now.round, self.last_round, row, failed, event, exhausted=self.exhausted)
 
     def rounds(self) -> Iterator[Evaluation]:
         """Trains to the last round; yields every evaluation. `for row in experiment.rounds(): ...`"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
@@ -196,6 +197,22 @@ def test_every_section_and_figure_of_a_complete_set(tmp_path: Path) -> None:
     assert section(text, "others").count("\n| fed") >= 10
     left = section(text, "What is missing")
     assert not any(f"**{name}**" in left for name in REPORTED)
+
+
+def test_accuracy_stands_beside_epsilon_and_what_is_missing_is_named(tmp_path: Path) -> None:
+    fill(tmp_path, "dp-lite0", perada=54.0, ditto=50.0)
+    path = results.path_of(tmp_path, "dp-lite0", "perada-0.8")
+    made = json.loads(path.read_text())
+    made["last"]["privacy"] = {"epsilon": {"mean": 5.0, "std": 1.25}}
+    path.write_text(json.dumps(made))
+    results.path_of(tmp_path, "dp-lite0", "ditto-1.5").unlink()
+    text = section(document(tmp_path)[""], "dp-lite0")
+    rows = {line.split(" | ")[0]: line for line in text.splitlines() if line.startswith("| ")}
+    assert rows["| none"].startswith("| none | ∞ | 50.00 | 25.00 | 97.69 | 54.00 | 27.00 | 98.08 | 50.00 |")
+    assert rows["| 0.8"].startswith("| 0.8 | 5.00 ± 1.25 | 50.00 | 25.00 | 77.49 | 54.00 |")
+    assert rows["| 1.5"].endswith("| – | – | 76.67 |")
+    assert "Not run yet: ditto at noise 1.5." in text
+    assert "perada-noisy: train.lr 0.05, distill.lr 0.005" in text, "the first of equals"
 
 
 def test_the_first_screen_says_whether_perada_beats_the_others(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from ..data import Federation
 from ..data.download import Entry
 from ..predict.predictor import Check
 from ..predict.scores import DriftScores
+from ..privacy.guarantee import Guarantee
 from ..report.facts import JOINED, distillations, drift_of, mishaps, partial_means, unlikeness, worth_of
 from ..report.standings import PERSONAL, Standings, parts
 from ..report.svg import millions
@@ -58,6 +59,8 @@ def results(runs: Sequence[Run]) -> Table:
     table.caption += "; distilled: rounds in which it was used" if distilled else ""
     for (s, last), measured, worth in zip(rows, history, map(worth_of, runs), strict=True):
         table.caption += f"\n{s['method']}, {_sent(s, last)}"
+        if (guarantee := Guarantee.read(s)) is not None:
+            table.caption += f"\n{s['method']}: {guarantee.sentence}"
         table.caption += "".join(f"\n{s['method']}: * {line}" for line in partial_means(last))
         table.caption += "".join(f"\n{s['method']}: {line}" for line in mishaps(measured))
         table.caption += "".join(f"\n{line}" for line in worth.lines)

@@ -38,6 +38,7 @@ class Watch(Callback):
             console=err,
         )
         self.all: TaskID | None = None
+        self.exhausted: tuple[str, ...] = ()  # clients that were named
         self.rounds = self.bar.add_task("training", total=None, unit="rounds", visible=False)
 
     def run(self, at: int, total: int, name: str) -> None:
@@ -60,6 +61,10 @@ class Watch(Callback):
             self.bar.console.print(
                 f"warning: {name}: training stopped being finite in round {progress.round}, which goes on without it"
             )
+        for name in map(printable, progress.exhausted):
+            if name not in self.exhausted:
+                self.bar.console.print(f"{name}: its privacy budget allows no round after {progress.round}")
+        self.exhausted = progress.exhausted
         if progress.round < self.bar.tasks[self.rounds].completed:  # another training: its clock begins at zero
             self.bar.reset(self.rounds)
         shown = progress.row.brief() if progress.row else progress.stage if progress.round == 0 else None

@@ -14,6 +14,7 @@ from ..errors import InputError
 from ..lanes import LaneModel, State, bytes_per_lane, gather, repeat, scatter
 from ..lanes.machine import free_memory, precision_of
 from ..methods import Finisher, Judge, Method, check_upload
+from ..privacy import Privacy
 from ..server.aggregate import ABSURD, Norms, Rule
 from .scores import Scores, personal_scores
 from .trainer import Train, Trainer
@@ -121,9 +122,17 @@ class Cohort(Protocol):
 class LocalCohort:
     """All clients of a federation on this machine, trained as lanes of one batch."""
 
-    def __init__(self, model: LaneModel, federation: Federation, method: Method, train: Train, seed: int) -> None:
+    def __init__(
+        self,
+        model: LaneModel,
+        federation: Federation,
+        method: Method,
+        train: Train,
+        seed: int,
+        privacy: Privacy = Privacy(),
+    ) -> None:
         self.model, self.federation, self.method = model, federation, method
-        self.options, self.seed = train, seed
+        self.options, self.seed, self.privacy = train, seed, privacy
         self.lanes = 0  # most lanes at once; 0 is all
         self.trainer: Trainer | None = None  # of the last round
 
@@ -133,7 +142,7 @@ class LocalCohort:
 
     def trainer_of(self, clients: Sequence[int], round: int) -> Trainer:
         """Returns what the method sees of these clients in a round."""
-        return Trainer(self.model, self.federation, clients, round, self.seed, self.options, self.lanes)
+        return Trainer(self.model, self.federation, clients, round, self.seed, self.options, self.lanes, self.privacy)
 
     def fit_lanes(self, options: RunOptions) -> str:
         """Chooses how many lanes train at once, by the free memory; returns a line that says so."""

@@ -15,6 +15,8 @@ from ..data.source import Indices
 from ..errors import InputError
 from ..fields import check_fields
 from ..lanes import Group, LaneModel, Options, Pull, Result, State, Update, loop, ops_for, sgd
+from ..privacy import Privacy
+from ..privacy.training import private_sgd
 from ..server.aggregate import Kind
 from .scores import logits_on
 
@@ -80,6 +82,7 @@ class Trainer:
     seed: int
     options: Train
     lanes_at_once: int = 0  # 0: all
+    privacy: Privacy = field(default_factory=Privacy)
     _done: list[Result] = field(default_factory=list, init=False, repr=False)  # reading it waits for a GPU
 
     @property
@@ -120,6 +123,8 @@ class Trainer:
             return lanes
         rates = self._per_lane(lanes, self.options.lr if lr is None else lr)
         towards = Pull(pull[0], self._per_lane(lanes, pull[1])) if pull else None
+        if self.privacy.of_samples:
+            return self._private(lanes, of, towards, rates, epochs)
         batches, steps = self._batches(lanes, epochs)
         options = self._options()
         return self._trained(
@@ -141,10 +146,46 @@ class Trainer:
         key: all that the step depends on besides the states, so that a GPU can record it once for all rounds; with
         None it is not recorded.
         """
+        if self.privacy.of_samples:
+            raise InputError("a step of the method's own has no differential privacy: set Privacy.noise to 0")
         batches, steps = self._batches(states[0], epochs)
         return self._trained(
             loop(self.model, states, batches, sample_loss, steps, update, self._options(), key, self.lanes_at_once)
         )
+
+    def _private(
+        self,
+        lanes: State,
+        of: Group | None,
+        pull: Pull | None,
+        rates: Sequence[float],
+        epochs: int | Sequence[int] | None,
+    ) -> State:
+        """Trains with the gradients of DP-SGD. Every copy of the cohort draws its own batches and noise."""
+        owners, training = list(self.clients) * self._copies(lanes), len(self._done)
+        many = self._per_lane(lanes, self.options.epochs if epochs is None else epochs)
+        keys = [
+            (self.seed, self.round, self.federation.clients[c].name, f"private {training}.{k // len(self.clients)}")
+            for k, c in enumerate(owners)
+        ]
+        options = Options(self.options.momentum, self.options.weight_decay, norm="running")
+        done = private_sgd(
+            self.model,
+            self.federation,
+            lanes,
+            sample_loss,
+            owners,
+            rates,
+            [int(e) for e in many],
+            self.options.batch,
+            self.privacy,
+            keys,
+            pull,
+            options,
+            of,
+            self.lanes_at_once,
+        )
+        return self._trained(done)[0]
 
     def _batches(self, lanes: State, epochs: int | Sequence[int] | None) -> tuple[ClientBatches, list[int]]:
         """Returns the batches of the lanes' clients, and the steps of each lane."""

@@ -24,6 +24,7 @@ from ..inputs import plain_file, user_path
 from ..methods import REGISTRY, Method, check_name, hyperparameters, make_method
 from ..models import WEIGHTS, known
 from ..predict.drift import Drift
+from ..privacy import Privacy
 from ..runs.options import RunOptions
 from ..server.distill import Distill
 
@@ -95,6 +96,7 @@ class Config:
     method: dict[str, Any] = field(default_factory=lambda: {"name": "perada"})
     distill: Distill = field(default_factory=Distill)
     drift: Drift = field(default_factory=Drift)
+    privacy: Privacy = field(default_factory=Privacy)
     run: RunOptions = field(default_factory=RunOptions)
 
     @property
@@ -113,10 +115,14 @@ class Config:
         return {f"{section}.{k}": v for section, values in self.as_dict().items() for k, v in values.items()}
 
     def toml(self) -> str:
-        """Returns config.toml, with every key; training it again on such a machine reproduces the run."""
+        """Returns config.toml, with every key; training it again on such a machine reproduces the run.
+
+        The section of privacy is left out where it says nothing, as in files of earlier versions.
+        """
         return "\n".join(
             f"[{section}]\n" + "".join(f"{k} = {toml_value(v)}\n" for k, v in values.items())
             for section, values in self.as_dict().items()
+            if section != "privacy" or self.privacy != Privacy()
         )
 
 
@@ -126,6 +132,7 @@ SECTIONS: dict[str, Any] = {
     "train": Train,
     "distill": Distill,
     "drift": Drift,
+    "privacy": Privacy,
     "run": RunOptions,
 }
 CLASSES = {

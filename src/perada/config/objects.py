@@ -1,5 +1,6 @@
 """From a configuration to an experiment: the only reader of keys."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from ..lanes.machine import device_of
 from ..methods import name_of
 from ..models import Backbone, load_into, own_normalisation
 from ..models import backbone as named_backbone
+from ..privacy import UNSAFE
 from ..runs.options import check_fit
 from .keys import Config, ModelOptions
 
@@ -54,22 +56,27 @@ def build(
     if isinstance(net, nn.Module):
         net = Backbone(net, config.model.head)
     made = net or _network(config, federation, backbone, say, pretrain)
-    experiment = Experiment(
-        made.net,
-        federation,
-        method,
-        adapter=config.model.strategy(),
-        head=made.head,
-        adapt_from=made.first_adapted(config.model.adapt_from),
-        public=images,
-        train=config.train,
-        distill=config.distill,
-        drift=config.drift,
-        cohort=cohort,
-        to_train=to_train,
-        options=config.run,
-    )
-    experiment.config = config
+    if local and config.privacy.on and config.privacy.deterministic:
+        say(f"warning: {UNSAFE}")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", UNSAFE[:20])  # it has been said
+        experiment = Experiment(
+            made.net,
+            federation,
+            method,
+            adapter=config.model.strategy(),
+            head=made.head,
+            adapt_from=made.first_adapted(config.model.adapt_from),
+            public=images,
+            train=config.train,
+            distill=config.distill,
+            drift=config.drift,
+            privacy=config.privacy,
+            cohort=cohort,
+            to_train=to_train,
+            options=config.run,
+        )
+    experiment.config = replace(config, privacy=experiment.privacy)  # with the noise that was solved
     if local:
         for line in about_parts(experiment):
             say(line)
@@ -92,7 +99,11 @@ def federation_of(config: Config) -> Federation:
 def check(config: Config, federation: Federation, local: bool = True) -> None:
     """Refuses settings that do not fit the data or the method, without building anything."""
     method = config.make_method()
-    check_fit(federation, method, config.train, config.distill, local)
+    check_fit(federation, method, config.train, config.distill, local, config.drift, config.privacy)
+    if config.privacy.on and config.model.weights == "fedavg":
+        raise InputError(
+            "pretraining with FedAvg on the clients' data is not private: choose other ModelOptions.weights"
+        )
     if not method.parts.distils or config.distill.steps == 0:
         return
     if config.distill.data == "none":
@@ -176,6 +187,7 @@ def describe(experiment: Experiment) -> Config:
         method=name_of(method),
         distill=replace(experiment.distill, data=GIVEN) if experiment.public else experiment.distill,
         drift=experiment.drift,
+        privacy=experiment.privacy,
         run=experiment.options,
     )
 

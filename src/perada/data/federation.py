@@ -152,6 +152,11 @@ class Federation:
         return self.prepare(self.take(index), dtype)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Returns the number of training samples per client."""
+        return {c.name: len(c.train) for c in self.clients}
+
+    @property
     def multilabel(self) -> bool:
         return self.targets.dim() == 2
 

@@ -38,6 +38,7 @@ from .messages import UNDONE, Numbers, Reply, Request, digest, message, read_req
 from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id
 from .site_data import public_test, site_federation
 from .site_state import Entry, SiteState
+from .spending import SiteSpending
 
 
 class NeedsWeights(Exception):
@@ -94,6 +95,16 @@ class Work:
     def experiment_on(self, federation: Federation) -> Experiment:
         """Returns an experiment that has not trained. Its `now` has the first broadcast and the first kept state."""
         return build(self.config, net=self.network, federation=federation, to_train=False)
+
+    @cached_property
+    def spending(self) -> SiteSpending:
+        """What a round costs this site, and what it has spent."""
+        return SiteSpending.of(self)
+
+    @property
+    def discreet(self) -> bool:
+        """Whether no number of the site's own leaves it, because differential privacy does not account for one."""
+        return self.config.privacy.of_samples
 
     @property
     def cohort(self) -> LocalCohort:
@@ -276,13 +287,15 @@ def _train(work: Work, request: Request, received: State) -> RecordDict:
     numbers = _scores(work, request, received, kept) if request.evaluate else {}
     known = entry is not None
     if entry is None:
+        work.spending.check()
         now = replace(work.experiment.now, round=request.round, broadcast=received, kept=kept)
         uploads = work.cohort.train(now, [0])
+        work.spending.pay()
         entry = _saved(work, request, seen, uploads.kept or State(), uploads.states, uploads.report)
-    if entry.said["loss"] is not None:
+    if entry.said["loss"] is not None and not work.discreet:
         numbers["loss"] = float(entry.said["loss"])
     _tell_round(work, request, entry, known)
-    if work.config.train.weighting == "samples":
+    if work.config.train.weighting == "samples" and not work.discreet:
         numbers["samples"] = float(len(work.federation.clients[0].train))
     failed = bool(entry.said["failed"])
     return work.site.reply(request, None if failed else entry.upload, numbers, failed=failed)
@@ -316,6 +329,8 @@ def _score(work: Work, request: Request, content: RecordDict) -> RecordDict:
     experiment = work.experiment
     if not isinstance(experiment.method, Judge):
         raise Refused(f"{work.config.method_name} has no guard")
+    if work.discreet:
+        raise Refused("with differential privacy it sends no validation losses")
     judged = len(experiment.distill.judged())
     candidates = unpack(content, experiment.now.broadcast, judged, finite=False)  # one that diverged loses by its loss
     work.site.log(f"round {request.round + 1}: scored {judged} candidates of the server on its validation data")
@@ -329,6 +344,7 @@ def _tell_round(work: Work, request: Request, entry: Entry, known: bool) -> None
     how = "n/a" if loss is None else f"{loss:.4f}"
     if entry.said["failed"]:
         how += "; it stopped being finite, so nothing is sent"
+    how += work.spending.told()
     where = " (trained before, answered from the disk)" if known else ""
     work.site.log(f"round {number} of {work.config.train.rounds}: training loss {how}{where}")
     if not known:
@@ -354,7 +370,8 @@ def _tell_scores(work: Work, request: Request, scores: Mapping[str, float | None
 def _scores(work: Work, request: Request, received: State, kept: State) -> dict[str, float | list[float]]:
     """Returns the scores of the site's own model on its own data and the shared test set; none where undefined.
 
-    They are rounded: an exact share of n images would tell n.
+    They are rounded: an exact share of n images would tell n. With differential privacy of samples, only the site's own
+    log has them.
     """
     experiment = work.experiment
     lanes = experiment.method.personal(received, kept)
@@ -363,4 +380,6 @@ def _scores(work: Work, request: Request, received: State, kept: State) -> dict[
         scores["global_test"] = personal_scores(experiment.model, lanes, work.test, ("local",))["local_test"]
     values = {key: next(iter(by_client.per_client.values())) for key, by_client in scores.items()}
     _tell_scores(work, request, values)
+    if work.discreet:
+        return {}
     return {key: round(value, work.site.settings.score_digits) for key, value in values.items() if value is not None}

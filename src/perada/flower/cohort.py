@@ -25,7 +25,7 @@ from ..runs.moment import Moment
 from ..server.checks import Refused, unlike_others
 from .checks import checked_upload, guard_losses, mean_loss, sample_count, why_not
 from .link import RESUME, Clock, Link
-from .messages import Numbers, Request, message, most_bytes, read_numbers, read_reply, read_request
+from .messages import PRIVACY_SPENT, Numbers, Request, message, most_bytes, read_numbers, read_reply, read_request
 from .quarantine import PAUSE
 from .records import Diary
 from .settings import Plan
@@ -76,6 +76,7 @@ class FlowerCohort:
         self.final: Answers | None = None  # of the last stage
         self.distrusted: set[str] = set()  # whose uploads were refused in this round: they would send the same again
         self.told: set[tuple[str, float]] = set()  # claims of samples that were cut
+        self.spent: set[str] = set()  # sites whose privacy budget allows no further round
         self.due = False  # whether the next round's messages ask for scores
 
     @property
@@ -87,7 +88,14 @@ class FlowerCohort:
     def train(self, now: Moment, sampled: Sequence[int]) -> Uploads:
         evaluate, self.due = self.due, False
         cohort = [self.sites[m] for m in sampled]
-        answers, refused = self._collect(now, "train", cohort, evaluate)
+        try:
+            answers, refused = self._collect(now, "train", cohort, evaluate)
+        except RunError:
+            if not self.spent.issuperset(self.sites):
+                raise
+            self.diary.tell("", "ended", "every site's privacy budget is spent: nothing more is trained")
+            self.experiment.stop()
+            return Uploads(State(), [], Report(absent=tuple(cohort)))
         trained = [s for s in cohort if s in answers and answers[s].kind == "train"]
         self.uploaded = [s for s in trained if answers[s].uploaded]
         uploads = [answers[s] for s in self.uploaded]
@@ -224,12 +232,15 @@ class FlowerCohort:
             if len(done) >= needed:
                 return answers, refused
             self.diary.tell("", "short", f"{len(done)} of at least {needed} {what}, attempt {attempt + 1}")
-            if all(s in answers or s in self.distrusted for s in asked):  # asked again, a diverged site says so again
+            if all(
+                s in answers or s in self.distrusted | self.spent for s in asked
+            ):  # asked again, a diverged site says so again
                 break
         problem = f"{stage}: {len(done)} good {what}, {needed} needed (Rounds.min_sites)"
         for why, sites in (
-            ("without one", [s for s in asked if s not in answers and s not in self.distrusted]),
+            ("without one", [s for s in asked if s not in answers and s not in self.distrusted | self.spent]),
             ("refused", [s for s in asked if s in self.distrusted]),
+            ("their privacy budget is spent", [s for s in asked if s in self.spent]),
             ("their training diverged", [s for s in asked if s in answers and s not in done]),
         ):
             problem += f"; {why}: {', '.join(sites)}" if sites else ""
@@ -239,7 +250,8 @@ class FlowerCohort:
         """Returns how many sites must have done their work; those in quarantine do not count as missing."""
         if kind == "evaluate":
             return 0
-        sites = [s for s in asked if kind != "train" or not self.diary.quarantine.holds(s, now.round)]
+        gone = {s for s in self.sites if s in self.spent or self.diary.quarantine.holds(s, now.round)}
+        sites = [s for s in asked if kind != "train" or s not in gone]
         return min(self.limits.min_sites, max(1, len(sites)))
 
     def _expected(self, now: Moment) -> State:
@@ -284,13 +296,15 @@ class FlowerCohort:
         return answers, refused
 
     def _not_in_quarantine(self, now: Moment, cohort: Sequence[str]) -> list[str]:
-        asked, back = self.diary.quarantine.split(cohort, now.round)
+        asked, back = self.diary.quarantine.split([s for s in cohort if s not in self.spent], now.round)
         for site in back:
             self.diary.tell(site, "returned", "it is asked to train again after its quarantine")
         return asked
 
     def _refuse(self, now: Moment, site: str, kind: str, why: str, believed: bool = False) -> None:
         """Reports a refused answer, and counts a refused upload. believed: the site itself said that it has none."""
+        if why == PRIVACY_SPENT and believed:
+            self.spent.add(site)
         self.diary.tell(site, "refused", f"{kind}: {why}")
         if kind != "train" or believed:
             return

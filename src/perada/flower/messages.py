@@ -23,6 +23,7 @@ from ..server.checks import Refused, check_finite
 STATE, FORMAT = "state", "safetensors"  # the name and the type of the one array
 UNDONE = re.compile(r"(\d{1,6}(,\d{1,6}){0,999})?")  # the field `undone` of a request
 MOST_ENTRIES, MOST_NUMBERS = 100, 1000  # of a record, and of a list in it
+PRIVACY_SPENT = "its privacy budget is spent"  # the error of a site that takes no further part
 Numbers = Mapping[str, float | list[float]]
 
 

@@ -1,6 +1,7 @@
 """The settings files server.toml and site.toml, and the plan that a server sends to its sites."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +21,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 BUILT_IN_WEIGHTS = ("package", "embedded", "random")  # a site makes these itself; the server sends all others
 SHARED_DATA = ("size", "fit", "val", "test", "seed", "normalise", "augment", "resident", "meta_min", "uncertain")
 MAX_ROUND = 10**6
+UNSAFE_NOISE = False  # whether noise that follows from a seed is accepted; a test of parity sets it, nothing else
 AGGREGATE = "norm_clip"  # over a network, where a site may be in wrong hands; server.toml may choose another rule
 ADVICE = ": `perada flower init` makes one"
 GREY = {"data": ((0.5,), (0.25,)), "imagenet": ((0.449,), (0.226,))}  # mean and deviation of one-channel images
@@ -160,6 +162,8 @@ def _run_config(file: Path, tables: dict[str, Any], sites: int) -> Config:
         (config.distill.guard == "server", "Distill.guard=server needs labelled data at the server: use clients"),
         (config.model.weights == "fedavg", f"ModelOptions.weights=fedavg {simulated}: use random, or name a file"),
         (config.drift.prior != "uniform", f"Drift.prior={config.drift.prior} {simulated}: a site sends no such counts"),
+        (config.privacy.target, f"Privacy.target {simulated}: set Privacy.noise"),
+        (config.privacy.deterministic and not UNSAFE_NOISE, f"Privacy.deterministic {simulated}: leave it out"),
         (config.train.cohort > sites, f"Train.cohort={config.train.cohort} but there are {sites} sites: lower it"),
         (code, f"{code} names a module to import: install it at every site as an entry point, and give that name"),
     ):
@@ -190,6 +194,10 @@ class SiteSettings:
     site_column: str = "site"  # in a manifest that holds several sites
     score_digits: int = 1  # of the scores it reports, in percent; all digits would tell how many test images it has
     keep: int = 21  # rounds whose personal state and upload stay on the disk, so that a run can go back to them
+    budget: float = (
+        0.0  # its own privacy budget, ε over all runs; then it trains with differential privacy only; 0: none
+    )
+    delta: float = 1e-5  # δ of that ε; a smaller one of the server's counts instead
     methods: tuple[str, ...] = ()  # the methods this site takes part in; empty means all (MTL sends personal models)
 
     def __post_init__(self) -> None:
@@ -203,6 +211,10 @@ class SiteSettings:
             raise ValueError(f"threads must not be negative, not {self.threads}")
         if self.keep < 3:
             raise ValueError(f"keep must be at least 3, not {self.keep}")
+        if not 0 <= self.budget < math.inf or not 0 < self.delta < 1:
+            raise ValueError(
+                f"budget must not be negative and delta must be between 0 and 1: {self.budget}, {self.delta}"
+            )
         if not 0 <= self.score_digits <= 15:
             raise ValueError(f"score_digits must be from 0 to 15, not {self.score_digits}")
 
@@ -280,6 +292,10 @@ class Plan:
             config = plan.config
             if config.model.weights not in BUILT_IN_WEIGHTS or config.distill.data != "none" or config.data.root:
                 raise ValueError("it names files or downloads, which a server may not choose at a site")
+            if (config.privacy.deterministic and not UNSAFE_NOISE) or config.privacy.target:
+                raise ValueError(
+                    "its noise is not one that a site may add: it follows from a seed, or is not known yet"
+                )
             if not SHA256.fullmatch(plan.backbone):
                 raise ValueError("backbone is not a sha256")
         except (InputError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -10,9 +10,11 @@ from .layers import LaneBatchNorm, LaneConv2d, Norm, ResidualAdapter
 from .machine import bytes_per_lane
 from .model import NOTHING, Group, LaneModel, divide
 from .ops import normalised, ops_for
-from .optim import Pull, adam, adam_states, sgd
+from .optim import Pull, Slopes, adam, adam_states, sgd
 from .pool import Pool
 from .random import fold, key_of, rng_of, uniform
+from .records import exact_products
+from .samples import Piece, Samples, Way, sample_gradients, trained_names
 from .state import (
     State,
     flattened,
@@ -33,6 +35,7 @@ from .state import (
 )
 from .train import Batches, Result, Update, loop
 from .transformer import AdaptedLinear, Bottleneck, LaneAttention, LowRank, plain_attention
+from .ways import way_for
 
 __all__ = [
     "NOTHING",
@@ -52,20 +55,25 @@ __all__ = [
     "LowRank",
     "Norm",
     "Options",
+    "Piece",
     "Pool",
     "Prefix",
     "Pull",
     "ResidualAdapter",
     "Result",
+    "Samples",
+    "Slopes",
     "State",
     "Stem",
     "Update",
+    "Way",
     "adam",
     "adam_states",
     "bytes_per_lane",
     "convert",
     "default_groups",
     "divide",
+    "exact_products",
     "flattened",
     "fold",
     "gather",
@@ -86,11 +94,14 @@ __all__ = [
     "plain_attention",
     "repeat",
     "rng_of",
+    "sample_gradients",
     "scale",
     "scatter",
     "sent",
     "sgd",
     "split",
     "stack",
+    "trained_names",
     "uniform",
+    "way_for",
 ]

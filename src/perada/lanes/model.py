@@ -21,6 +21,7 @@ from .state import State, repeat
 if TYPE_CHECKING:
     from .pool import Pool
     from .replay import Replay
+    from .samples import Way
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ class LaneModel:
         self.replays: dict[Hashable, Replay] = {}  # recorded loops, the last used at the end
         self.lane_steps = [0, 0]  # of recorded loops: steps of lanes, and steps of empty slots
         self.room = 0  # lanes that fit in memory, where this was measured
+        self.apart = False  # whether it was tried that no sample changes another one's gradient
+        self.way: Way | None = None  # how gradients of single samples are computed, where this was chosen
         self.pool: Pool | None = None  # runs its loops together with those of other trainings
         self._initial: State | None = None
         self._compiled: set[Hashable] = set()  # the kinds of passes without gradients whose kernels are compiled
@@ -100,7 +103,7 @@ class LaneModel:
         self._params = [n for n, _ in module.named_parameters() if n in trained]
         if not set(self._params) - self.inert:
             raise ValueError("nothing is trained: name a parameter group that is not empty")
-        self._shared = _shared(module, trained)
+        self.shared = _shared(module, trained)
         owners = {n: layers[n.rpartition(".")[0]] for n in self._params}
         self._per_sample = [n for n, m in owners.items() if per_sample(m, m.get_parameter(n.rpartition(".")[2]))]
         norms = [n for n, m in layers.items() if isinstance(m, LaneBatchNorm)]
@@ -247,7 +250,7 @@ class LaneModel:
             lanes, batch = tensors[name].flatten(0, 1), images.shape[0] // tensors[name].shape[0]
             each = lanes.unsqueeze(1).expand(-1, batch, *lanes.shape[1:])
             tensors = {**tensors, name: each.flatten(0, 1)}
-        shared = {alias: tensors[name] for alias, name in self._shared.items()}
+        shared = {alias: tensors[name] for alias, name in self.shared.items()}
         # With torch's own ties, lanes would stay in a module that is used under two names.
         out: Tensor = functional_call(self.module, {**tensors, **shared}, (images,), tie_weights=False)
         return out

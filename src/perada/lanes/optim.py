@@ -1,6 +1,6 @@
 """SGD and Adam as steps of a loop. `Ops` has their arithmetic."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,10 @@ class Pull:
     strength: Sequence[float]
 
 
+Slopes = Callable[[Gradient, State, Group | None], tuple[dict[str, Tensor], State]]
+"""Returns what `Gradient` returns when it is called: gradients by name, and the state with new statistics."""
+
+
 def sgd(
     model: LaneModel,
     start: State,
@@ -32,11 +36,13 @@ def sgd(
     options: Options = Options(),
     of: Group | None = None,
     slots: int = 0,
+    slopes_of: Slopes | None = None,
 ) -> Result:
     """Trains lane k for `steps[k]` steps of size `lr[k]`: gradient, clipping, decay, pull, momentum, in this order.
 
     of: the group that is trained; the rest of a lane stays as it is, including its running statistics.
     slots: how many lanes are trained at once; 0 is all.
+    slopes_of: computes the gradients instead, clipped and with weight decay; such steps are not recorded.
     """
     first = next(iter(start.params.values()))
     check_lanes(start.lanes, lr=lr, **({"pull strength": pull.strength} if pull else {}))
@@ -51,7 +57,7 @@ def sgd(
 
     def update(gradient: Gradient, states: tuple[State, ...]) -> tuple[State, ...]:
         state, speed, towards, each = states
-        grads, state = gradient(state, of)
+        grads, state = gradient(state, of) if slopes_of is None else slopes_of(gradient, state, of)
         with torch.no_grad():
             slopes, params, speeds, centres = _lists(gradient, grads, state, speed, towards)
             if pull and gradient.flat is not None and "where" not in cache:  # before a step is recorded, for all steps
@@ -61,7 +67,8 @@ def sgd(
         return state, speed, towards, each
 
     begin = (start, velocity, centre, State(numbers))
-    done = loop(model, begin, batches, loss, steps, update, options, ("sgd", of, bool(pull)), slots)
+    key = ("sgd", of, bool(pull)) if slopes_of is None else None
+    done = loop(model, begin, batches, loss, steps, update, options, key, slots)
     return replace(done, states=done.states[:1])
 
 

@@ -15,7 +15,7 @@ from .state import State, gather, sent, stack
 
 Batches = Callable[[int, Tensor], Batch]
 """(step, lane numbers int64 `[k]`) -> their batch. Batches that can be recorded (`replay.Static`) also take a tensor of
-steps int64 `[k]`."""
+steps int64 `[k]`. Those that are `on_host` get the numbers there, so that reading them does not wait for a GPU."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,10 @@ def _group(job: Job, numbers: Sequence[int]) -> Result:
     own = [s.lanes == job.lanes for s in job.start]  # the others are shared by all lanes
     states = tuple(gather(s, lanes) if one else s for s, one in zip(job.start, own, strict=True))
     run = Run.of(states, lanes, counts[order], longest, job.dtype, job.model.device)
+    numbering = lanes if getattr(job.batches, "on_host", False) else run.order
     for step in range(longest):
         width = _width(int((counts > step).sum()), len(lanes), job.options.widths)
-        one_step(job, run, job.batches(step, run.order[:width]), width)
+        one_step(job, run, job.batches(step, numbering[:width]), width)
     states = tuple(gather(s, back) if one else s for s, one in zip(run.states, own, strict=True))
     back = back.to(job.model.device)
     return Result(states, run.trace[:-1, back], run.finite[back])

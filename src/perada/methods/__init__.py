@@ -16,7 +16,7 @@ from ..lanes import LaneModel
 from ..models import group_sizes, network_of
 from ..plugins import PATH, called, check, find
 from .apfl import APFL
-from .contract import Finisher, Judge, Method, Parts, check_upload, declared_upload, expected_upload
+from .contract import Finisher, Judge, Method, Parts, check_upload, copy_epochs, declared_upload, expected_upload
 from .ditto import Ditto
 from .fedalt import FedAlt
 from .fedavg import FedAvg
@@ -59,6 +59,7 @@ __all__ = [
     "Standalone",
     "check_name",
     "check_upload",
+    "copy_epochs",
     "declared_upload",
     "expected_upload",
     "grids",

@@ -22,6 +22,7 @@ class Parts:
     adapters: bool = False  # whether the model gets adapters
     distils: bool = False  # whether the server needs public images
     global_model: bool = True  # whether what is sent, where it is a whole model, is one that is trained to predict
+    private: bool = False  # whether its clients train by `Trainer.sgd` alone, so that they can train with DP-SGD
     own_step: bool = False  # whether it writes its own step, to which train.momentum does not apply
 
     @classmethod
@@ -89,6 +90,12 @@ class Declares(Protocol):
         The values count over a network only: there an upload may not be absurdly far from the broadcast, or from these
         values where the broadcast does not have the name.
         """
+
+
+def copy_epochs(method: Method, epochs: int) -> tuple[int, ...]:
+    """Returns the epochs of each copy that a client trains in a round; the personal one may have its own number."""
+    own = int(getattr(method, "personal_epochs", 0)) or epochs
+    return (own, *[epochs] * (method.parts.copies - 1))
 
 
 def declared_upload(method: Method, model: LaneModel) -> State:

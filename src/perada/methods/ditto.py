@@ -23,7 +23,7 @@ class Ditto:
     personal_epochs: int = 0  # 0: as Train.epochs
     personal_lr: float = 0.0  # η_p; 0: as train.lr
 
-    parts: ClassVar[Parts] = Parts(copies=2)
+    parts: ClassVar[Parts] = Parts(copies=2, private=True)
 
     def __post_init__(self) -> None:
         not_negative(self, "lam", "personal_epochs", "personal_lr")

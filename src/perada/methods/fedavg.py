@@ -18,7 +18,7 @@ from .contract import Parts
 
 @dataclass(frozen=True)
 class FedAvg:
-    parts: ClassVar[Parts] = Parts()
+    parts: ClassVar[Parts] = Parts(private=True)
 
     def init(self, model: LaneModel) -> tuple[State, State, State]:
         return State(), model.initial(), State()

@@ -32,7 +32,7 @@ class PerAda:
 
     @property
     def parts(self) -> Parts:
-        return Parts(trains="adapter", copies=2, shares="adapter", adapters=True, distils=self.distils)
+        return Parts(trains="adapter", copies=2, shares="adapter", adapters=True, distils=self.distils, private=True)
 
     def init(self, model: LaneModel) -> tuple[State, State, State]:
         return model.initial(), model.initial(), model.initial()  # w at the server, w sent, v_m kept

@@ -16,7 +16,7 @@ from .contract import Parts
 
 @dataclass(frozen=True)
 class Standalone:
-    parts: ClassVar[Parts] = Parts(shares=None)
+    parts: ClassVar[Parts] = Parts(shares=None, private=True)
 
     def init(self, model: LaneModel) -> tuple[State, State, State]:
         return State(), State(), model.initial()

@@ -9,6 +9,11 @@ from typing import Literal
 from ..errors import InputError
 from ..fields import check_fields
 
+UNSAFE = (
+    "Privacy.deterministic: UNSAFE: the noise follows from RunOptions.seed, so whoever knows the seed can "
+    "remove it; this is for tests alone"
+)
+
 
 @dataclass(frozen=True)
 class Privacy:
@@ -41,6 +46,16 @@ class Privacy:
     @property
     def on(self) -> bool:
         return self.noise > 0 or self.target > 0
+
+    @property
+    def of_samples(self) -> bool:
+        """Whether clients train with DP-SGD."""
+        return self.on and self.level == "sample"
+
+    @property
+    def of_clients(self) -> bool:
+        """Whether the server adds noise to the clients' sum."""
+        return self.on and self.level == "client"
 
     def capacity(self, batch: int) -> int:
         """Returns the fixed number of places in a batch whose expected size is `batch`."""

@@ -13,6 +13,7 @@ from ..errors import Damaged, InputError
 from ..methods import method_sizes
 from ..models import network_of
 from ..predict.scores import DriftScores
+from ..privacy.guarantee import Guarantee
 from ..runs.folder import RunFolder
 from ..runs.further import further_scores
 from ..runs.moment import Evaluation
@@ -158,6 +159,7 @@ class Facts:
         self.data = str(summary.get("data") or run.config.data.name)
         auc = summary["metric"] == "auc" if "metric" in summary else holdings and run.federation.multilabel
         self.unit = "AUC" if auc else "accuracy"
+        self.guarantee = Guarantee.read(summary) if self.finished else None
         self.drift = drift_of(summary) if self.finished else None
         self.sizes = _sizes(run, dict(summary.get("parameters", {})), holdings)
         self.further = further_scores(run.path)

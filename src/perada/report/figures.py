@@ -12,7 +12,7 @@ from .facts import Holdings
 from .svg import WIDTH, Frame, colour, dash, element, human_bytes, line, number, picture, shorten, text, ticks
 
 Point = tuple[int, float | None, float | None]  # round, value, standard deviation
-Unit = Literal["percent", "bytes", "loss"]
+Unit = Literal["percent", "bytes", "loss", "epsilon"]
 MOST_HOVERS = 3000  # with more bubbles than that, none shows a text on hover
 SIDE = 210.0  # width of the bars to the right of the bubbles
 
@@ -171,13 +171,21 @@ def bars(label: str, values: Mapping[str, float | None], mean: float | None, ind
 
 
 def dots(
-    label: str, names: Sequence[str], runs: Sequence[tuple[str, Mapping[str, float | None]]], spoken: str = ""
+    label: str,
+    names: Sequence[str],
+    runs: Sequence[tuple[str, Mapping[str, float | None]]],
+    spoken: str = "",
+    top: float | None = 100.0,
 ) -> str:
-    """Draws one row per client and one dot per run. `spoken` replaces the label for screen readers."""
+    """Draws one row per client and one dot per run. `spoken` replaces the label for screen readers.
+
+    top: the largest value that there can be; None if there is no such.
+    """
     known = [v for _, values in runs for v in values.values() if v is not None]
     low, high = (min(known), max(known)) if known else (0.0, 100.0)
     rows, margin = Rows.of(names), max(1.0, 0.04 * (high - low))
-    f = Frame(max(0.0, low - margin), min(100.0, high + margin), 0, 1, left=rows.left, right=WIDTH - 12)
+    end = high + margin if top is None else min(top, high + margin)
+    f = Frame(max(0.0, low - margin), end, 0, 1, left=rows.left, right=WIDTH - 12)
     parts, apart = rows.labels(), min(2.5, 9 / len(runs))  # so that equal values of two runs both show
     for i, name in enumerate(names):
         parts.append(line(f.left, rows.y(i), f.right, rows.y(i), "grid"))
@@ -216,6 +224,46 @@ def likenesses(label: str, picture_of: Mapping[str, Sequence[int]], edges: tuple
         parts.append(element("polyline", points=points, class_=f"curve {colour(k)}"))
         parts.append(text(f.left + 8, f.top + 14 * (k + 1), kind, f"value {colour(k)}"))
     parts.append(text((f.left + f.right) / 2, f.bottom + 33, "standard deviations from home", "faint", "middle"))
+    return picture(WIDTH, 214, label, *parts)
+
+
+# accuracy against ε
+
+
+@dataclass(frozen=True)
+class Trade:
+    """What privacy costs one method: (ε, score) of every run, and the line through their means."""
+
+    label: str
+    dots: Sequence[tuple[float, float]]
+    line: Sequence[tuple[float, float]]
+
+
+def trade(label: str, methods: Sequence[Trade]) -> str:
+    """Draws scores in percent against ε."""
+    known = [point for one in methods for point in one.dots]
+    budgets, scores = [e for e, _ in known], [s for _, s in known]
+    margin = max(1.0, 0.08 * (max(scores) - min(scores)))
+    low, high = max(0.0, min(scores) - margin), min(100.0, max(scores) + margin)
+    f = Frame(0.0, 1.05 * max(budgets) or 1.0, low, high, right=WIDTH - 12)
+    parts = []
+    for value in ticks(f.low, f.high):
+        parts += [line(f.left, f.y(value), f.right, f.y(value), "grid")]
+        parts += [text(f.left - 6, f.y(value) + 4, number(value), "faint", "end")]
+    for value in ticks(f.first, f.last):
+        parts += [line(f.x(value), f.bottom, f.x(value), f.bottom + 4, "axis")]
+        parts += [text(f.x(value), f.bottom + 17, number(value), "faint", "middle")]
+    parts += [line(f.left, f.bottom, f.right, f.bottom, "axis")]
+    parts += [text((f.left + f.right) / 2, f.bottom + 33, "ε, mean over clients", "faint", "middle")]
+    for k, one in enumerate(methods):
+        places = " ".join(f"{number(f.x(e))},{number(f.y(s))}" for e, s in one.line)
+        parts.append(element("polyline", points=places, class_=f"curve {colour(k)}"))
+        for e, s in one.dots:
+            hover = element("title", escape(f"{one.label}, ε {e:.2f}: {s:.2f}"))
+            parts.append(element("circle", hover, cx=f.x(e), cy=f.y(s), r=2.8, class_=colour(k)))
+        parts.append(
+            text(f.right - 4, f.bottom - 8 - 14 * (len(methods) - 1 - k), one.label, f"value {colour(k)}", "end")
+        )
     return picture(WIDTH, 214, label, *parts)
 
 

@@ -16,6 +16,7 @@ from ..runs.run import Run
 from .facts import JOINED, PERSONAL, SERVER, Facts, Holdings, gather_facts, mean_and_std, over_whom, unlikeness
 from .figures import Series, bars, bubbles, curves, dots, likenesses
 from .measured import panels_of, sites_of
+from .privacy import privacy_panel
 from .standings import places
 from .svg import colour, dash, human_bytes, millions
 
@@ -84,6 +85,7 @@ def write_report(runs: Sequence[Run], out: Path, theory: bool = False, sites: bo
         over_rounds=_over_rounds(facts) if any(f.rows for f in facts) else None,
         by_client=_by_client(facts),
         drift=list(_drift(facts)),
+        privacy=privacy_panel(facts),
         numbers=[("local_val", "Local-validation"), *((n, title) for n, (title, _) in PERSONAL.items())],
         holdings=_holdings(facts),
         communication=_communication(facts),
@@ -155,6 +157,10 @@ def _tiles(runs: Sequence[Facts]) -> Iterator[Tile]:
             first = [(label, std) for label, mean, std in scores if mean is not None and round(mean, 2) == best]
             names = common(label for label, _ in first) if len(first) < 4 else f"{len(first)} runs"
             yield Tile(f"Best {title}", names, (best, first[0][1]))
+    spent = [(r.label, r.guarantee) for r in finished if r.guarantee is not None and r.guarantee.mean is not None]
+    if len(runs) == 1 and spent:
+        of = spent[0][1]
+        yield Tile("ε per client", f"{of.mechanism}, at δ = {of.delta:g}", (of.mean, of.std))
     shares = [r.share for r in runs if r.share is not None]
     ends = dict.fromkeys(f"{s:.1f}" for s in (min(shares), max(shares))) if shares else ()
     about = "of the full model's parameters, per client and round"

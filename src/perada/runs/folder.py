@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import Damaged, InputError
 from ..predict.scores import DriftScores
+from ..privacy.guarantee import Guarantee
 from ..temporary import is_temporary, sweep
 from .checkpoints import Checkpoints, round_of
 from .files import (
@@ -263,6 +264,7 @@ class RunFolder:
         summary = read_object(path, kinds, advice)
         try:
             Evaluation.read(summary)
+            Guarantee.read(summary)
             if "drift" in summary:
                 DriftScores.read(summary["drift"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -135,6 +135,8 @@ def _check(old: Run, name: str) -> None:
         raise InputError(f"{old.path} is of a federation over a network: use `perada flower join` at the new site")
     if "joined" in old.folder.about():
         raise InputError(f"{old.path} is of a client that joined a run: join that run instead")
+    if old.config.privacy.on:
+        raise InputError(f"{old.path} has differential privacy, which a client that joins later cannot account for yet")
     old.summary  # noqa: B018 - refuses an unfinished run
     if name in old.clients:
         raise InputError(f"{name!r} is a client of {old.path} already: choose another name")

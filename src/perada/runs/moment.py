@@ -10,6 +10,7 @@ from ..client.cohort import TOOK_PART
 from ..client.scores import Scores
 from ..errors import Damaged
 from ..lanes import State, on_cpu, stack
+from ..privacy.spending import ledger_in
 from .files import is_number
 
 COUNTERS = ("bytes_up", "bytes_down", "distilled", "accepted")
@@ -35,6 +36,8 @@ class Evaluation:
     failed: tuple[str, ...] = ()  # clients whose training stopped being finite
     absent: tuple[str, ...] = ()  # sampled sites that sent nothing
     refused: Mapping[str, str] = field(default_factory=dict)  # sites whose upload was refused, and why
+    epsilon: Mapping[str, float] | None = None  # ε so far, mean and max over clients, under differential privacy
+    exhausted: tuple[str, ...] = ()  # clients whose privacy budget does not allow another round
     global_shifted: float | None = None  # the global model on shifted images, in summary.json only
 
     def as_dict(self) -> dict[str, Any]:
@@ -50,6 +53,8 @@ class Evaluation:
         row |= {"failed": list(self.failed)} if self.failed else {}
         row |= {"absent": list(self.absent)} if self.absent else {}
         row |= {"refused": dict(self.refused)} if self.refused else {}
+        row |= {"epsilon": dict(self.epsilon)} if self.epsilon else {}
+        row |= {"exhausted": list(self.exhausted)} if self.exhausted else {}
         return row
 
     @classmethod
@@ -60,7 +65,7 @@ class Evaluation:
         Raises ValueError, KeyError, TypeError or AttributeError for what `as_dict` does not write.
         """
         _check_kinds(row)
-        known = {*COUNTERS, TOOK_PART, "seconds", "train_loss", "distill", "refused"}
+        known = {*COUNTERS, TOOK_PART, "seconds", "train_loss", "distill", "refused", "epsilon"}
         splits = {name: row[name] for name in row if name in SPLITS}
         server = row.get("global_model") or {}
         return cls(
@@ -71,6 +76,7 @@ class Evaluation:
             has_global_model=row.get("global_model") is not None,
             failed=tuple(row.get("failed", ())),
             absent=tuple(row.get("absent", ())),
+            exhausted=tuple(row.get("exhausted", ())),
             **{name: row[name] for name in known & row.keys()},
         )
 
@@ -81,7 +87,8 @@ class Evaluation:
         found = {name: self.scores[split] for name, split in shown.items() if split in self.scores}
         told = {name: "n/a" if s.mean is None else f"{s.mean:.1f}" for name, s in found.items()}
         over = {name: f" ({s.over})" for name, s in found.items() if s.over}
-        return " ".join(f"{name} {value}{over.get(name, '')}" for name, value in told.items())
+        words = [f"{name} {value}{over.get(name, '')}" for name, value in told.items()]
+        return " ".join([*words, f"ε {self.epsilon['mean']:.2f}"] if self.epsilon else words)
 
 
 def _check_kinds(row: Mapping[str, Any]) -> None:
@@ -91,8 +98,10 @@ def _check_kinds(row: Mapping[str, Any]) -> None:
     for split in (row[name] for name in SPLITS if name in row):
         for part in ("per_client", "per_label"):
             scores += ((split or {}).get(part) or {}).values()
-    lists = [row.get("failed", []), row.get("absent", [])]
+    lists = [row.get("failed", []), row.get("absent", []), row.get("exhausted", [])]
     objects = [row.get("distill") or {}, row.get("refused") or {}]
+    if (spent := row.get("epsilon")) is not None:
+        scores += [spent["mean"], spent["max"]]
     if not (
         all(is_number(n, int) for n in whole)
         and all(v is None or is_number(v) for v in scores)
@@ -128,6 +137,7 @@ def check_note(note: Mapping[str, Any], round: int) -> None:
     last = note["last"]
     counters = {n: note["counters"][n] for n in COUNTERS} | {TOOK_PART: note["counters"].get(TOOK_PART, 0)}
     Evaluation.read({"round": round, **counters, "seconds": note["seconds"], **last})
+    ledger_in(note.get("memory", {}))
     if not isinstance(note["finished"], bool) or not last.keys() <= {f.name for f in fields(Evaluation)}:
         raise ValueError("a value of another kind than was written")
 
@@ -182,3 +192,4 @@ class Progress:
     failed: tuple[str, ...]  # clients whose training stopped being finite
     event: Literal["gathered", "trained", "finished", "round"] = "round"
     stage: str = "training"  # or pretraining
+    exhausted: tuple[str, ...] = ()  # clients whose privacy budget does not allow another round

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..client.trainer import Train
-from ..data import Federation
+from ..data import VALIDATION, Federation
 from ..errors import InputError
 from ..fields import check_fields
 from ..methods import Method
 from ..predict.drift import Drift
+from ..privacy import Privacy
 from ..server.distill import Distill
 
 
@@ -33,13 +34,16 @@ class RunOptions:
             raise InputError(f"RunOptions.seed must be below 2^63, not {self.seed}")
 
 
-def check_kinds(federation: Federation, method: Method, train: Train, distill: Distill, drift: Drift) -> None:
+def check_kinds(
+    federation: Federation, method: Method, train: Train, distill: Distill, drift: Drift, privacy: Privacy
+) -> None:
     """Refuses arguments of the wrong type."""
     for name, value, kind in (
         ("federation", federation, Federation),
         ("train", train, Train),
         ("distill", distill, Distill),
         ("drift", drift, Drift),
+        ("privacy", privacy, Privacy),
     ):
         if not isinstance(value, kind):
             raise InputError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
@@ -48,8 +52,41 @@ def check_kinds(federation: Federation, method: Method, train: Train, distill: D
         raise InputError(f"method must be an object, such as methods.PerAda(), not {given}")
 
 
-def check_fit(federation: Federation, method: Method, train: Train, distill: Distill, local: bool = True) -> None:
+def check_private(method: Method, train: Train, distill: Distill, drift: Drift, privacy: Privacy) -> None:
+    """Refuses what would tell more of the clients' data than differential privacy accounts for."""
+    name, parts, samples = type(method).__name__, method.parts, privacy.of_samples
+    first = "with differential privacy, "
+    if not parts.private or (parts.shares is None and not samples):
+        what = "Privacy.level=client" if parts.private else "differential privacy"
+        raise InputError(f"{name} has no {what}: use perada, perada-no-kd, ditto or fedavg, or set Privacy.noise to 0")
+    if parts.distils and distill.steps and distill.guard == "clients":
+        raise InputError(f"{first}clients send no validation scores: set Distill.guard to none or server")
+    if parts.distils and distill.steps and distill.data == VALIDATION:
+        raise InputError(f"{first}the server has no images of clients: set Distill.data to public images")
+    if train.weighting == "samples":
+        raise InputError(f"{first}clients do not tell how many samples they have: set Train.weighting to uniform")
+    if drift.prior == "shared":
+        raise InputError(f"{first}clients do not share label counts: set Drift.prior to uniform or public")
+    if samples and train.clip:
+        raise InputError(f"{first}Privacy.clip bounds the gradient of every sample: set Train.clip to 0")
+    if not samples and train.aggregate != "mean":
+        raise InputError(
+            f"Privacy.level=client clips and averages by itself, not by {train.aggregate}: set Train.aggregate to mean"
+        )
+
+
+def check_fit(
+    federation: Federation,
+    method: Method,
+    train: Train,
+    distill: Distill,
+    local: bool = True,
+    drift: Drift = Drift(),
+    privacy: Privacy = Privacy(),
+) -> None:
     """Refuses settings that do not fit the data or the method. local: whether the clients are on this machine."""
+    if privacy.on:
+        check_private(method, train, distill, drift, privacy)
     parts, clients = method.parts, len(federation.clients)
     if parts.own_step and train.momentum:
         raise InputError(f"{type(method).__name__} has its own step, without momentum: set Train.momentum to 0")

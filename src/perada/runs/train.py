@@ -29,6 +29,7 @@ from ..lanes.machine import precision_of
 from ..methods import sizes_of
 from ..models import same_weights
 from ..predict.scores import DriftScorer
+from ..privacy.guarantee import Guarantee
 from ..report import write_report
 from .calibration import calibrated, scorer
 from .calibration import save as save_calibrations
@@ -131,12 +132,16 @@ def train(
                 _pretrain(inner, new.made, callbacks, say)  # makes the folder only now
 
             experiment = build(config, backbone, say, federation, pretrain)
+            config = new.config = experiment.config  # with the noise that was solved
             run, about = Run(new.made, config), {"source": made_from(source, config)}
             if backbone is not None and (rows := rows_beside(backbone)).is_file():
                 pretraining_rows(run.folder).parent.mkdir(exist_ok=True)
                 write_atomic(pretraining_rows(run.folder), read_file(rows))
         experiment.model.pool = pool
         _train(run, experiment, callbacks, about)
+    now = experiment.now
+    if experiment.spending.over(now.memory) and now.round < experiment.train.rounds:
+        say(f"every client's Privacy.budget is spent after round {now.round}: nothing more is trained")
     busy, idle = experiment.model.lane_steps
     if busy:
         say(f"{busy:,} lane-steps; {idle / (busy + idle):.1%} of slots idle")
@@ -345,6 +350,10 @@ def _drift_judge(run: Run, experiment: Experiment) -> DriftScorer | None:
 def summary_of(run: Run, experiment: Experiment, row: Evaluation) -> dict[str, Any]:
     """Returns what summary.json says: the last evaluation, and what the run cost."""
     config, federation, more = run.config, experiment.federation, dict[str, Any]()
+    if (privacy := experiment.privacy).on:
+        spent = experiment.spending.epsilons(experiment.now.memory)
+        options = (privacy.level, privacy.noise, privacy.clip, privacy.delta, privacy.accountant)
+        more["privacy"] = Guarantee(*options, spent, privacy.budget).as_dict()
     if federation.multilabel and federation.clients:
         more["thresholds"] = personal_thresholds(experiment.model, experiment.personal(), federation)
     return {

@@ -16,7 +16,7 @@ With every rule but the mean, a running variance that is not positive is replace
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -158,6 +158,12 @@ def usual(distances: Tensor, history: Sequence[float]) -> float | None:
     return float(known.median()) if len(known) else None
 
 
+def distances(new: Mapping[str, Tensor], old: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+    """Returns how far each lane of some tensors is from those of one lane, all together: float64 `[K]`."""
+    squares = [(new[n].double() - old[n].double()).flatten(1).square().sum(1) for n in names]
+    return torch.stack(squares).sum(0).sqrt()
+
+
 def clipped(uploads: State, reference: State, norms: Norms) -> Admission:
     """Clips every part of the uploads, and leaves out those whose parameters are far away.
 
@@ -165,14 +171,10 @@ def clipped(uploads: State, reference: State, norms: Norms) -> Admission:
     """
     new = {"params": dict(uploads.params), "buffers": dict(uploads.buffers)}
     old = {"params": reference.params, "buffers": reference.buffers}
-    names, squares = parts(uploads), list[Tensor]()
-    for part, own in names.items():
-        kind = part.partition("/")[0]
-        each = [(new[kind][n].double() - old[kind][n].double()).flatten(1).square().sum(1) for n in own]
-        squares.append(torch.stack(each).sum(0))
-    distances = torch.stack(squares).sqrt().cpu() if squares else ()
+    names = parts(uploads)
+    each = [distances(new[part.partition("/")[0]], old[part.partition("/")[0]], own) for part, own in names.items()]
     history, far = dict[str, list[float]](), dict[int, str]()
-    for (part, own), d in zip(names.items(), distances, strict=True):
+    for (part, own), d in zip(names.items(), torch.stack(each).cpu() if each else (), strict=True):
         kind, before = part.partition("/")[0], [float(x) for x in norms.get(part, ()) if x > 0]
         history[part] = [*before, *d[d > 0].median(0, keepdim=True).values.tolist()][-HISTORY:] if d.any() else before
         median = usual(d, before)

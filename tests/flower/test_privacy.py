@@ -1,0 +1,222 @@
+"""Differential privacy over a network: what leaves a site, what its rounds cost it, and when it stops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+
+from flower.wire import SITES, World, make_world, run
+from perada.errors import Damaged, InputError
+from perada.flower import app
+from perada.flower.messages import flat
+from perada.flower.settings import Plan, ServerSettings
+from perada.flower.spending import FILE, SiteSpending
+from perada.server.checks import Refused
+
+pytest.importorskip("dp_accounting")
+DP: dict[str, Any] = {
+    "privacy__noise": 2.0,
+    "distill__guard": "none",
+    "train__rounds": 2,
+    "train__cohort": 0,
+    "train__batch": 4,
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_sites() -> Iterator[None]:
+    """Sites read their settings once per process."""
+    app._site.cache_clear()
+    yield
+    app._site.cache_clear()
+
+
+def settings(world: World, site: str, **more: Any) -> None:
+    """Adds lines to a site.toml."""
+    file = world.home / site / "site.toml"
+    file.write_text(file.read_text() + "".join(f"{key} = {value}\n" for key, value in more.items()))
+
+
+def spending(world: World, site: str) -> SiteSpending:
+    (work,) = world.site(site)._work.values()
+    return work.spending
+
+
+def steps(world: World, site: str) -> int:
+    return sum(spending(world, site).ledger().of(site).values())
+
+
+def per_round(world: World, site: str) -> int:
+    return sum(spending(world, site).spending.bill[site].values())
+
+
+def test_every_number_that_leaves_a_site(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **DP)
+    path, grid = run(world)
+    (work,) = world.site("east")._work.values()
+    shared = flat(work.experiment.model.initial())
+    sent = {(s, r): c["state"] for d, s, k, r, c in grid.log if d == "down" and k == "train"}
+    uploads, fixed = 0, 0
+    for direction, site, kind, round, content in grid.log:
+        if direction == "down":
+            continue
+        assert set(content) <= {"about", "numbers", "state"}
+        words, numbers = content["about"], content["numbers"]
+        assert isinstance(words, ConfigRecord)
+        assert isinstance(numbers, MetricRecord)
+        assert dict(numbers) == {}, (site, kind)  # no loss, no score, no count
+        said = {k: v for k, v in words.items() if k not in ("federation", "run", "kind", "site")}
+        assert said == {"round": round, "error": "", "needs": "", "failed": False}
+        if "state" not in content:
+            continue
+        assert kind == "train"
+        assert isinstance(content["state"], ArrayRecord)
+        assert set(content["state"]) == set(shared)
+        for name, array in content["state"].items():
+            received, upload = sent[site, round][name].numpy(), array.numpy()
+            moved = (received != upload) & np.isfinite(upload)
+            # Statistics, and what no training moves, are the broadcast's: they say nothing of the site.
+            if name.startswith("buffers/") or name.removeprefix("params/") in work.experiment.model.inert:
+                fixed += 1
+                assert not moved.any(), name
+            else:
+                uploads += 1
+                assert moved.mean() > 0.95, name  # noise is on every number that is trained
+    assert uploads > 50 < fixed
+    row = json.loads((path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["train_loss"] is None
+    assert row["local_test"]["mean"] is None
+    summary = json.loads((path / "summary.json").read_text())
+    assert summary["privacy"]["epsilon"]["per_client"] == {}  # each site knows its own
+    assert summary["privacy"]["noise"] == 2.0
+
+
+def test_a_site_s_ledger_has_every_round_of_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = make_world(tmp_path, **DP)
+    run(world)
+    for site in SITES:
+        assert steps(world, site) == 2 * per_round(world, site)
+        assert (world.site(site).state.path / FILE).is_file()
+    first = spending(world, "east").epsilon
+    assert f"ε {first:.2f} so far" in capsys.readouterr().err
+    run(world, "another")
+    assert steps(world, "east") == 4 * per_round(world, "east")
+    assert spending(world, "east").epsilon > first
+
+
+def test_an_answer_from_the_disk_costs_nothing_and_an_undone_round_stays_paid(tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    def step(what: str, round: int) -> None:
+        if (what, round) == ("gathered", 1):
+            raise Killed
+
+    world = make_world(tmp_path, **DP)
+    with pytest.raises(Killed):
+        run(world, step=step)
+    assert steps(world, "west") == 2 * per_round(world, "west")
+    run(world, resume=True)  # the server asks for the second round again
+    assert world.trained()["west"] == 2
+    assert steps(world, "west") == 2 * per_round(world, "west")
+    run(world, back=1)
+    assert world.trained()["west"] == 3
+    assert steps(world, "west") == 3 * per_round(world, "west")
+
+
+def test_a_ledger_is_written_before_the_upload_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(tmp_path, **{**DP, "train__rounds": 1})
+    paid: list[int] = []
+
+    def meddle(site: str, kind: str, round: int, reply: Any) -> Any:
+        if kind == "train":
+            paid.append(steps(world, site))
+        return reply
+
+    run(world, meddle=meddle)
+    assert len(paid) == 3
+    assert all(paid)
+
+
+def test_a_site_without_budget_says_so_and_the_training_ends(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **{**DP, "train__rounds": 40, "privacy__budget": 2.0})
+    path, _ = run(world)
+    summary = json.loads((path / "summary.json").read_text())
+    assert 1 <= summary["round"] < 40
+    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    refused = [e["site"] for e in events if e["detail"] == "train: its privacy budget is spent"]
+    assert sorted(refused) == list(SITES)  # each is named once
+    assert [e["detail"] for e in events if e["event"] == "ended"] == [
+        "every site's privacy budget is spent: nothing more is trained"
+    ]
+    for site in SITES:
+        of = spending(world, site)
+        assert of.epsilon <= 2.0 < of.ledger().epsilon(site, of.privacy, of.spending.bill[site])
+
+
+def test_a_stricter_budget_of_a_site_counts_with_its_own_delta(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **{**DP, "privacy__delta": 0.01, "train__rounds": 4})
+    settings(world, "east", budget=3.0)
+    path, _ = run(world)
+    assert world.trained()["east"] < world.trained()["north"] == 4
+    assert spending(world, "east").privacy.delta == 1e-5
+    assert spending(world, "east").epsilon <= 3.0
+    assert json.loads((path / "summary.json").read_text())["round"] == 4
+
+
+def test_a_site_with_a_budget_refuses_a_plan_without_noise(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **{**DP, "privacy__noise": 0.0, "train__rounds": 1})
+    settings(world, "east", budget=5.0)
+    path, _ = run(world)
+    events = (path / "events.jsonl").read_text()
+    assert "it takes part with differential privacy of its samples only" in events
+    assert world.trained() == {"east": 0, "north": 1, "west": 1}
+
+
+def test_at_level_client_the_server_knows_epsilon_and_sites_pay_nothing(tmp_path: Path) -> None:
+    world = make_world(
+        tmp_path, **{**DP, "privacy__level": "client", "train__aggregate": "mean", "privacy__clip": 0.001}
+    )
+    path, _ = run(world)
+    epsilons = json.loads((path / "summary.json").read_text())["privacy"]["epsilon"]["per_client"]
+    assert set(epsilons) == set(SITES)
+    assert len(set(epsilons.values())) == 1
+    assert min(epsilons.values()) > 0
+    assert not any((world.site(site).state.path / FILE).exists() for site in SITES)
+
+
+def test_a_damaged_ledger_stops_the_site(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **{**DP, "train__rounds": 1})
+    run(world)
+    file = world.site("east").state.path / FILE
+    file.write_text(file.read_text().replace("2.0", "9.0"))
+    with pytest.raises(Damaged, match="restore it from a backup"):
+        spending(world, "east").check()
+
+
+@pytest.mark.parametrize(
+    ("set", "why"),
+    [
+        ({"privacy__deterministic": True}, "Privacy.deterministic works in simulations only"),
+        ({"privacy__noise": 0.0, "privacy__target": 4.0}, "Privacy.target works in simulations only"),
+    ],
+)
+def test_a_server_refuses_what_only_a_simulation_may_have(tmp_path: Path, set: dict[str, Any], why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        make_world(tmp_path, **{**DP, **set})
+
+
+def test_a_site_refuses_noise_that_a_server_could_remove(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **DP)
+    config = world.settings.config
+    config = replace(config, privacy=replace(config.privacy, deterministic=True))
+    plan = Plan.of(ServerSettings(world.settings.federation, world.settings.rounds, config), "0" * 64)
+    with pytest.raises(Refused, match="its noise is not one that a site may add"):
+        world.site("east").work(plan.text())
