@@ -311,5 +311,5 @@ def export_command(
     merged: Annotated[bool, typer.Option("--merged", help="the whole network, adapters merged into it")] = False,
 ) -> None:
     """At a site: write its own model to one file. Needs no server and no data."""
-    personal_model(known_site(folder, site), run).export(out_file, merged)
+    replace(personal_model(known_site(folder, site), run), say=say).export(out_file, merged)
     tell(f"wrote {out_file}")
