@@ -26,7 +26,7 @@ from perada.flower.personal import known_site, personal_model, site_page
 from perada.flower.project import Project
 from perada.flower.settings import SiteSettings
 from perada.flower.site_data import site_federation
-from perada.report.site import confusion, data_uri, examples, labels, over_rounds
+from perada.report.site import confusion, data_uri, examples, labels, spans, over_rounds
 from perada.runs.run import load
 
 ROUNDS = 3
@@ -303,6 +303,10 @@ def test_a_backbone_that_is_a_file_comes_with_the_collected_run(tmp_path: Path, 
 def test_confusion_by_hand() -> None:
     found = confusion(np.array([0, 0, 1, 2, 2]), np.array([0, 1, 1, 0, 2]), 3)
     assert found.tolist() == [[1, 1, 0], [0, 1, 0], [1, 0, 1]]
+
+
+def test_rounds_in_words() -> None:
+    assert [spans(r) for r in ([], [3], [2, 4, 5, 6], [1, 2, 8, 9, 12])] == ["", "3", "2, 4 to 6", "1 to 2, 8 to 9, 12"]
 
 
 def test_labels_by_hand() -> None:

@@ -182,6 +182,7 @@ def test_a_site_killed_mid_round_keeps_its_adapter_and_comes_back(net: Net, tmp_
     assert cli.main(["flower", "report", "--dir", str(net.home / "west"), "--out", str(tmp_path / "west.html")]) == 0
     page = (tmp_path / "west.html").read_text("utf8")
     assert "<b>5</b><span>of 12 planned" in page
+    assert "A gap is a round without this site: 4 to 10." in page
     assert page.partition("<strong>Training loss")[2].partition("</figure>")[0].count("<polyline") == 2, "a gap"
 
 

@@ -99,6 +99,7 @@ class SitePage:
         self.examples = [] if data.multilabel else examples(pixels, truth, shares, data.classes)
         done = [int(row["round"]) for row in notes if row.get("loss") is not None]
         self.trained, self.newest, self.planned = len(done), max(done, default=0), config.train.rounds
+        self.without = spans(sorted(set(range(min(done, default=1), self.newest)) - set(done)))
         self.figures = over_rounds(notes, self.unit, config.run.eval_every)
         sizes = "{} training, {} validation and {} test images".format(*self.sizes)
         self.setup = [config.method_name, config.model.backbone, sizes, f"{len(self.classes)} classes"]
@@ -149,6 +150,13 @@ def data_uri(pixels: Numbers) -> str:
     shown = pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)
     Image.fromarray(shown).save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def spans(rounds: Sequence[int]) -> str:
+    """Returns rounds in words: `2, 4 to 10`."""
+    firsts = [r for r in rounds if r - 1 not in rounds]
+    lasts = [r for r in rounds if r + 1 not in rounds]
+    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in zip(firsts, lasts, strict=True))
 
 
 def over_rounds(notes: Sequence[Mapping[str, Any]], unit: str, every: int = 1) -> list[Figure]:
