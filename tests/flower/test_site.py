@@ -26,7 +26,7 @@ from perada.flower.personal import known_site, personal_model, site_page
 from perada.flower.project import Project
 from perada.flower.settings import SiteSettings
 from perada.flower.site_data import site_federation
-from perada.report.site import confusion, data_uri, examples, labels, spans, over_rounds
+from perada.report.site import confusion, data_uri, examples, labels, over_rounds, spans
 from perada.runs.run import load
 
 ROUNDS = 3
