@@ -3,13 +3,15 @@
     python examples/three_sites.py sites                        # sites/north/zero/000.png, ...
     perada train folder --data sites --out runs/sites
     perada predict runs/sites --client north sites/north/two/000.png
+    perada drift runs/sites --client south sites/north          # are these images like those of south?
 
-Each site scans in its own way: north plainly, south in white on black, west dark and blurred. So each site gains from a
-model of its own.
+Each site scans in its own way: north plainly, south in white on black, west dark and blurred. And each sees other digits
+more often. So each site gains from a model of its own, and can tell whether images are like its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -18,8 +20,7 @@ from PIL import Image, ImageFilter
 from sklearn.datasets import load_digits
 
 CLASSES = ("zero", "one", "two", "three")
-SITES = ("north", "south", "west")
-EACH = 30  # images per class and site
+IMAGES = {"north": (60, 38, 16, 6), "south": (6, 16, 38, 60), "west": (16, 60, 6, 38)}  # per class
 
 
 def scan(digit: np.ndarray, site: str) -> Image.Image:
@@ -34,16 +35,16 @@ def scan(digit: np.ndarray, site: str) -> Image.Image:
     return image
 
 
-def build(root: Path, each: int = EACH) -> int:
+def build(root: Path) -> int:
     """Writes the images and returns how many. No digit is used twice."""
     data = load_digits()
     written = 0
     for label, name in enumerate(CLASSES):
-        digits = data.images[data.target == label]
-        for i, site in enumerate(SITES):
+        digits = iter(data.images[data.target == label])
+        for site, counts in IMAGES.items():
             folder = root / site / name
             folder.mkdir(parents=True, exist_ok=True)
-            for n, digit in enumerate(digits[i * each : (i + 1) * each]):
+            for n, digit in enumerate(itertools.islice(digits, counts[label])):
                 scan(digit, site).save(folder / f"{n:03d}.png")
                 written += 1
     return written

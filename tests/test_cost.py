@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from commands import said, strict
 from torch.utils.flop_counter import FlopCounterMode
 
+from perada.cli import main as cli
 from perada.client.cost import Peak, RoundCost, round_cost
 from perada.methods import REGISTRY, make_method, method_sizes
 from perada.models import backbone, network_of
@@ -104,3 +105,23 @@ def test_the_command_adds_columns_only_if_asked(
     table = said(capsys, "methods", "--backbone", "resnet8", "--cost")
     assert "GFLOP" in table
     assert "GFLOP" not in said(capsys, "methods", "--backbone", "resnet8")
+
+
+def test_the_command_counts_what_is_adapted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default from the stage that the backbone names."""
+    monkeypatch.setattr("perada.cli.main.REGISTRY", {"perada": REGISTRY["perada"]})
+    typed = ["methods", "--backbone", "efficientnet_lite0", "--json"]
+    (auto,), (seven,), (six,), (all_,) = (
+        strict(said(capsys, *typed, *more))
+        for more in ([], ["--adapt-from", "stage7"], ["--adapt-from", "stage6"], ["--adapt-from", ""])
+    )
+    assert auto == seven
+    assert auto["communicated"] == method_sizes("perada", "efficientnet_lite0", adapt_from="auto")["communicated"]
+    assert auto["communicated"] < six["communicated"] < all_["communicated"]
+    assert cli.main([*typed, "--adapt-from", "stage9"]) == 2
+    assert "unknown stage 'stage9'" in capsys.readouterr().err
+    measured = round_cost(make_method("perada", {}), network_of("efficientnet_lite0", 3), 3, 4, 2, "auto")
+    sizes = method_sizes("perada", "efficientnet_lite0", 3, adapt_from="auto")
+    assert measured.bytes_up == 4 * (sizes["communicated"] + sizes["communicated_buffers"])

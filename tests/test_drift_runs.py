@@ -21,6 +21,7 @@ import perada
 from perada.cli import main as cli
 from perada.client.scores import logits_on
 from perada.errors import Damaged, InputError
+from perada.lanes import rng_of
 from perada.predict.drift import answer
 from perada.predict.predictor import Check
 from perada.runs.run import Run
@@ -95,6 +96,23 @@ def test_scores_alone_are_those_of_an_evaluation(home: Path) -> None:
     run = opened(home)
     found, plain_scores = run.drift_scores(["local", "global", "fog:3"]), run.evaluate(["local", "global", "fog:3"])
     assert {n: s.per_client for n, s in found.alone.items()} == {n: s.per_client for n, s in plain_scores.items()}
+
+
+def test_images_sorted_by_class_are_judged_in_windows_of_all_classes(home: Path) -> None:
+    """As if they were shuffled; and the answers are in the order of the images."""
+    run = opened(home)
+    predictor = dataclasses.replace(run.predictor("client-00"), options=dataclasses.replace(run.config.drift, window=8))
+    client = run.federation.clients[0]
+    index = np.concatenate([client.train, client.test])
+    index = index[np.argsort(run.federation.targets[index].numpy(), kind="stable")]
+    images = run.federation.images[index]
+    said_, in_order = predictor.predict(images), predictor.stream().push(images)
+    assert len(index) > 16
+    assert in_order.z.max() > said_.z.max(), "windows of one class look farther from home"
+    order = torch.from_numpy(rng_of(0, "drift", "predict").permutation(len(index)))
+    shuffled = predictor.stream().push(images[order])
+    for name in ("probabilities", "z", "share", "drifted"):
+        assert torch.allclose(getattr(said_, name)[order].double(), getattr(shuffled, name).double(), atol=1e-6)
 
 
 def test_one_pass_of_two_lanes_is_two_plain_modules(home: Path) -> None:

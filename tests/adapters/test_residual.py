@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import Any
@@ -18,7 +20,7 @@ from torch import nn
 import perada
 from perada import adapt, plugins
 from perada.adapters import Adapter, Residual, adapter_of
-from perada.adapters.merged import merged_state
+from perada.adapters.merged import NotMergeable, merged_network, merged_state
 from perada.errors import InputError
 from perada.lanes import LaneConv2d, ResidualAdapter, key_of
 from perada.models import backbone
@@ -229,9 +231,40 @@ class NoNorm(nn.Module):
 )
 def test_what_cannot_be_merged_under_its_own_names_is_refused(net: nn.Module, why: str) -> None:
     plain = noisy_plain(net)
-    with pytest.raises(InputError, match=f"{why}.*Export a .pt2 or .onnx file") as error:
+    with pytest.raises(NotMergeable, match=f"{why}.*Export a .pt2 or .onnx file") as error:
         merged_state(plain, Residual().merge(plain), (3, 8, 8))
     assert "\n" not in str(error.value)
+
+
+def with_extra(net: nn.Module, names: Sequence[str]) -> nn.Module:
+    """The plain network, with a 1×1 convolution behind some convolutions: what docs/export.md does."""
+    for name in names:
+        conv = net.get_submodule(name)
+        conv.extra = nn.Conv2d(conv.out_channels, conv.out_channels, 1)  # type: ignore[arg-type]
+        conv.register_forward_hook(lambda layer, inputs, y: layer.extra(y))
+    return net.double().eval()
+
+
+@pytest.mark.parametrize(
+    ("net", "extra"),
+    [
+        (OutOfOrder(), ["one", "two"]),
+        (NoNorm(), ["conv"]),
+        (NoNorm(3, True), ["conv"]),
+        (network("separable"), None),
+        (resnet("resnet8", 4), []),
+        (network("bottleneck"), []),
+    ],
+)
+def test_what_does_not_fit_into_a_convolution_becomes_an_extra_one(net: nn.Module, extra: list[str] | None) -> None:
+    plain, kind, images = noisy_plain(net), Residual(), torch.randn(3, 3, 16, 16, dtype=torch.float64)
+    state, names = merged_network(plain, kind, (3, 16, 16))
+    grouped = [n for n in kind.places(net) if net.get_submodule(n).groups > 1]
+    assert names == (grouped if extra is None else extra)
+    outside = with_extra(copy.deepcopy(net), names)
+    outside.load_state_dict(state, strict=True)
+    assert_close_norm(outside(images), plain(images), 1e-9)
+    assert {n for n in state if ".extra." in n} == {f"{n}.extra.{t}" for n in names for t in ("weight", "bias")}
 
 
 # By name.

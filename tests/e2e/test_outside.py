@@ -79,7 +79,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("programs")
     for code in re.findall(r"```python\n(.*?)```", DOCUMENT.read_text("utf8"), re.DOTALL):
         (home / code.split("\n")[0].removeprefix("# ")).write_text(code)
-    assert {p.name for p in home.iterdir()} == {"pictures.py", *PROGRAMS.values()}
+    assert {p.name for p in home.iterdir()} == {"pictures.py", "with_timm.py", *PROGRAMS.values()}
     (home / "perada.py").write_text("raise ImportError('there is no perada here')\n")
     (home / "sitecustomize.py").write_text(SHIM)
     return home
@@ -100,12 +100,17 @@ def test_perada_cannot_be_imported_there(outside: Path) -> None:
 def test_the_programs_of_the_document_say_what_perada_says(
     ending: str, run: Path, outside: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths, out = write_pictures(tmp_path / "new", 30, 99), tmp_path / f"north.{ending}"
-    merged = ["--merged"] if ending == "safetensors" else []
+    compare(run, f"north.{ending}", outside / PROGRAMS[ending], tmp_path, capsys)
+
+
+def compare(run: Path, name: str, program: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exports a model, and compares what a program says of 30 pictures with `perada predict`."""
+    paths, out = write_pictures(tmp_path / "new", 30, 99), tmp_path / name
+    merged = ["--merged"] if out.suffix == ".safetensors" else []
     said(capsys, "export", str(run), "--client", "north", "--out", str(out), *merged)
     wanted = strict(said(capsys, "predict", str(run), "--client", "north", str(tmp_path / "new"), "--json"))
     assert [one["image"] for one in wanted] == [str(p) for p in paths]
-    done = python(outside, str(outside / PROGRAMS[ending]), str(out), *map(str, paths))
+    done = python(program.parent, str(program), str(out), *map(str, paths))
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["image"] for one in found] == [str(p) for p in paths]
@@ -117,7 +122,19 @@ def test_the_programs_of_the_document_say_what_perada_says(
     assert len(apart) == 90
     assert max(apart) <= TOLERANCE, max(apart)
     assert np.std([one["probabilities"]["class0"] for one in wanted]) > 0.01, "the pictures are told apart"
-    print(f"{ending}: largest difference {max(apart):.1e}")
+    print(f"{program.name}: largest difference {max(apart):.1e}")
+
+
+def test_the_folder_presets_merged_network_is_timms_with_an_extra_convolution(
+    run: Path, outside: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sites = run.parent / "sites"
+    settings = ["--set", "train.rounds=1", "--set", "train.batch=8", "--set", "data.size=64"]
+    assert cli.main(["train", "folder", "--data", str(sites), *settings, "--out", str(tmp_path / "run")]) == 0
+    compare(tmp_path / "run", "north.safetensors", outside / "with_timm.py", tmp_path, capsys)
+    out = str(tmp_path / "again.safetensors")
+    assert cli.main(["export", str(tmp_path / "run"), "--client", "north", "--merged", "--out", out]) == 0
+    assert "became an extra 1×1 convolution, at stage7.0.depthwise_conv; docs/export.md" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("ending", "fit"), [("onnx", "pad"), ("pt2", "stretch")])

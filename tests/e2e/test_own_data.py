@@ -84,6 +84,7 @@ def test_the_examples_own_words_are_the_commands_tested_here() -> None:
     text = EXAMPLE.read_text()
     assert "perada train folder --data sites --out runs/sites" in text
     assert "perada predict runs/sites --client north sites/north/two/000.png" in text
+    assert "perada drift runs/sites --client south sites/north" in text
 
 
 def test_class_names_are_in_the_tables_and_the_report(
@@ -93,12 +94,12 @@ def test_class_names_are_in_the_tables_and_the_report(
     head = next(line for line in text.splitlines() if line.startswith("client"))
     assert head.split() == ["client", "train", "val", "test", "one", "three", "two", "zero", "picture"]
     north = next(line for line in text.splitlines() if line.startswith("north"))
-    assert north.split()[1:8] == ["84", "12", "24", "21", "21", "21", "21"]
+    assert north.split()[1:8] == ["84", "12", "24", "26", "4", "12", "42"]
     text = said(capsys, "predict", str(run), "--client", "west", str(sites / "sites/west/three/001.png"))
     assert "%" in text
     assert any(name in text for name in ("zero", "one", "two", "three"))
     page = (run / "report.html").read_text()
-    assert "north, three: 21" in page
+    assert "north, three: 4" in page
 
 
 def test_each_client_has_a_model_of_its_own_for_the_same_image(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -17,8 +18,14 @@ from flower.test_faults import events, without_clock
 from flower.test_parity import assert_same, simulated
 from flower.wire import SITES, MemoryGrid, World, make_world, run, write_server
 from perada.cli import main as cli
+from perada.client.scores import personal_thresholds
+from perada.data.named import DataOptions
+from perada.data.one_site import one_site
+from perada.errors import InputError
 from perada.flower import app
-from perada.flower.settings import ServerSettings
+from perada.flower.personal import personal_model
+from perada.flower.settings import Plan, ServerSettings
+from perada.flower.site_data import site_federation
 from perada.models.resnet import resnet
 
 
@@ -80,7 +87,9 @@ class _Joined(World):
         return replace(self.settings.config, data=replace(self.settings.config.data, root=self.root))
 
 
-def test_several_labels_an_image(tmp_path: Path) -> None:
+@pytest.fixture
+def labelled(tmp_path: Path) -> World:
+    """Three sites with two labels per image: is the digit odd, and is it above 4."""
     world = make_world(tmp_path, train__rounds=2, data__meta_min=1000)
     for site in SITES:
         held = dict(np.load(tmp_path / site / "data.npz"))
@@ -94,9 +103,65 @@ def test_several_labels_an_image(tmp_path: Path) -> None:
     np.savez(tmp_path / "all.npz", **{**held, "labels": labels, "classes": np.array(["odd", "big"])})
     edit(tmp_path / "server.toml", (_digits(), '["odd", "big"]'), ("channels = 1", "channels = 1\nmultilabel = true"))
     world.settings = ServerSettings.read(tmp_path / "server.toml")
-    path, _ = run(world)
-    assert_same(world, path, simulated(world))
+    return world
+
+
+def test_several_labels_an_image(labelled: World, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = run(labelled)
+    alone = simulated(labelled)
+    assert_same(labelled, path, alone)
     assert json.loads((path / "summary.json").read_text())["metric"] == "auc"
+    wanted = personal_thresholds(alone.model, alone.personal(), alone.federation)
+    app._site.cache_clear()
+    for name in SITES:  # as in the simulation, from the site's own validation data
+        settings, lines = labelled.site(name).settings, list[str]()
+        found = personal_model(settings, say=lines.append)
+        assert found.notes()["thresholds"] == pytest.approx({n: t or 0.5 for n, t in wanted[name].items()}, rel=1e-4)
+        data = labelled.home / name / "data.npz"
+        data.rename(data.with_suffix(".away"))
+        assert personal_model(settings, say=lines.append).thresholds == found.thresholds, "kept"
+        assert not lines
+        (kept,) = (labelled.home / name).rglob("thresholds.json")
+        kept.unlink()
+        assert personal_model(settings, say=lines.append).own_thresholds == {"odd": 0.5, "big": 0.5}
+        assert lines == [line for line in lines if "all thresholds are 0.5, because its data cannot be read" in line]
+        assert len(lines) == 1
+        data.with_suffix(".away").rename(data)
+    kept.write_text("{}")
+    with pytest.raises(InputError, match=r"thresholds.json is damaged: delete it"):
+        personal_model(settings)
+    assert any(value not in (None, 0.5) for one in wanted.values() for value in one.values())
+
+
+@pytest.mark.parametrize("column", ["blank", "missing"])
+def test_a_site_that_knows_nothing_of_a_label(column: str, labelled: World, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its manifest has no such column, or nothing in it. The label is masked there, and the site says so."""
+    home = labelled.home / "west"
+    held = dict(np.load(home / "data.npz"))
+    rows = ["path,note,big,odd" if column == "blank" else "path,note,big"]
+    for i, (image, labels) in enumerate(zip(held["images"], held["labels"], strict=True)):
+        Image.fromarray(image).save(home / f"{i}.png")
+        rows.append(f"{i}.png,seen,{labels[0]:d}" + "," * (column == "blank"))
+    (home / "scans.csv").write_text("\n".join(rows) + "\n")
+    edit(home / "site.toml", ("data.npz", "scans.csv"))
+    app._site.cache_clear()
+    path, _ = run(labelled)
+    row = without_clock(path)[-1]
+    assert row["local_test"]["per_client"]["west"] is not None
+    assert "scans.csv: odd: not known for any image, so it is not trained here" in capfd.readouterr().err
+    thresholds = personal_model(labelled.site("west").settings).own_thresholds
+    assert thresholds["odd"] == 0.5
+
+
+def test_a_site_that_knows_no_label_is_refused(labelled: World) -> None:
+    like = site_federation(labelled.site("east").settings, Plan.of(labelled.settings, ""), torch.device("cpu"))
+    table = labelled.home / "none.csv"
+    Image.new("L", (8, 8)).save(labelled.home / "0.png")
+    for text in ("path,odd,big\n0.png,,\n", "path,other\n0.png,1\n"):
+        table.write_text(text)
+        options = DataOptions(name="folder", root=str(table), size=8, partition="site")
+        with pytest.raises(InputError, match=r"none of the federation's labels \(odd, big\) is known"):
+            one_site(options, "new", like, torch.device("cpu"))
 
 
 def test_a_public_test_set_at_the_server_and_at_a_site(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from perada.flower.personal import known_site, personal_model, site_page
 from perada.flower.project import Project
 from perada.flower.settings import SiteSettings
 from perada.flower.site_data import site_federation
-from perada.report.site import confusion, data_uri, examples, labels, over_rounds
+from perada.report.site import confusion, data_uri, examples, labels, over_rounds, spans
 from perada.runs.run import load
 
 ROUNDS = 3
@@ -305,17 +305,21 @@ def test_confusion_by_hand() -> None:
     assert found.tolist() == [[1, 1, 0], [0, 1, 0], [1, 0, 1]]
 
 
+def test_rounds_in_words() -> None:
+    assert [spans(r) for r in ([], [3], [2, 4, 5, 6], [1, 2, 8, 9, 12])] == ["", "3", "2, 4 to 6", "1 to 2, 8 to 9, 12"]
+
+
 def test_labels_by_hand() -> None:
     truth = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
     shares = np.array([[0.9, 0.6], [0.2, 0.1], [0.7, 0.4]])
-    one, two = labels(("a", "b"), truth, shares, [0.5, None])
-    assert (one.auc, one.positive, one.found, one.wrong) == (50.0, 2, 1, 1)
+    one, two = labels(("a", "b"), truth, shares, [0.5, None], [0.1, 0.5])
+    assert (one.auc, one.positive, one.found, one.wrong, one.least) == (50.0, 2, 2, 1, 0.1)
     assert (two.auc, two.positive, two.found, two.wrong) == (None, 0, 0, 1)
 
 
 def test_a_label_that_is_not_known_is_neither_right_nor_wrong() -> None:
     truth = np.array([[1.0], [np.nan], [0.0], [np.nan]])
-    (one,) = labels(("a",), truth, np.array([[0.9], [0.8], [0.7], [0.1]]), [None])
+    (one,) = labels(("a",), truth, np.array([[0.9], [0.8], [0.7], [0.1]]), [None], [0.5])
     assert (one.positive, one.found, one.wrong) == (1, 1, 1)
 
 

@@ -173,6 +173,11 @@ class Net:
         words = map(str.split, file.read_text().splitlines() if file.exists() else ())
         return [(site, int(round)) for site, round in words]
 
+    def greeted(self, site: str) -> int:
+        """Returns how often a site has told its name so far."""
+        file = self.home / "greeted"
+        return file.read_text().split().count(site) if file.exists() else 0
+
     def status(self, run: str) -> dict[str, Any]:
         file = self.home / "state" / "runs" / run / "flower.json"
         return json.loads(file.read_text()) if file.exists() else {}

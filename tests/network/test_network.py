@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flower.test_parity import assert_same, simulated
@@ -138,43 +139,65 @@ def test_a_site_that_hangs_for_good_when_the_guard_asks_is_back_by_itself(net: N
     assert any("absent" not in found[r] for r in range(3, 7))  # it is back
 
 
-def test_a_site_killed_mid_round_keeps_its_adapter_and_comes_back(net: Net) -> None:
-    """Killed when it has trained and is writing the round down."""
-    net.misbehave({"west": {"train-1": "stop writing"}})
-    net.setting({"deadline_s": 10.0}, train__rounds=9, distill__steps=0)
+def test_a_site_killed_mid_round_keeps_its_adapter_and_comes_back(net: Net, tmp_path: Path) -> None:
+    """West is killed when it has trained round 4 and is writing it down, and is away until round 10 is over.
+
+    A site that comes back is asked for its name at the start of a round, and takes part in the next. North keeps round
+    9 open until west is connected, and round 10 until it has answered. Every mean and every page says over whom it is.
+    """
+    net.misbehave({"west": {"train-3": "stop writing"}, "north": {"train-8": "wait", "train-9": "wait"}})
+    net.setting({"deadline_s": 40.0}, train__rounds=12, distill__steps=0)
     clock = Clock(net, "killed")
     clock.start()
     with subprocess.Popen([*PERADA, "flower", "run", str(net.home), "--name", "killed"], env=net.env) as run:
-        until((net.home / "asleep-west-1").exists, 60, "west is in the middle of round 1")
+        until((net.home / "asleep-west-3").exists, 60, "west is in the middle of round 4")
         state = net.world.site("west").state
         id = net.status("killed")["run"]
         assert list((state.path / id).glob(".*.part/kept.safetensors"))
         before = flat(state.newest(id))
         net.kill("west")
         assert_same_tensors(flat(state.newest(id)), before)
-        until(lambda: net.status("killed")["round"] >= 2, 10 + 10, "round 1 is closed")
-        times = net.said("west").count("connected to")
-        net.misbehave({"north": {f"train-{r}": "sleep 5" for r in range(2, 8)}})  # west needs half a minute to be back
+        until(lambda: net.status("killed")["round"] >= 4, 40 + 10, "round 4 is closed")
+        until((net.home / "asleep-north-8").exists, 60, "round 9")
+        hellos = net.greeted("west")
+        times = net.said("server").count("site west connected")
         net.start("west")
-        until(lambda: net.said("west").count("connected to") > times, 60, "west is back")
+        until(lambda: net.said("server").count("site west connected") > times, 30, "west is back")
+        net.misbehave({"north": {"train-9": "wait"}})
+        until(lambda: net.greeted("west") > hellos, 30, "west has said its name")
+        time.sleep(2)  # until the server has it
         net.misbehave({})
         assert run.wait(200) == 0
     clock.done.set()
-    assert clock.longest() <= 10 + 10
+    assert clock.longest() <= 40 + 10
     folder = net.home / "state" / "runs" / "killed"
-    found = {r["round"]: r.get("absent", []) for r in rows(folder)}
-    assert found[1] == []
-    assert found[2] == ["west"]
-    assert found[9] == []
-    over = [r["local_test"] for r in rows(folder)]  # every mean says over whom it is
-    assert ["west"] in [scores.get("missing") for scores in over]
-    for scores in over:
-        assert len([v for v in scores["per_client"].values() if v is not None]) == 3 - len(scores.get("missing", ()))
-    assert "2 of 3 clients, without west" in (folder / "report.html").read_text("utf8")
+    check_who_was_away(list(rows(folder)), "west")
+    page = (folder / "report.html").read_text("utf8")
+    assert "rounds 3 to 9: 2 of 3 clients, without west" in page
+    assert "(over 29 uploads of 36 planned)" in page
     entries = state.rounds(id)
-    assert 1 not in entries  # what was half written counts for nothing
-    assert entries[-1] == 8
+    assert 3 not in entries  # what was half written counts for nothing
+    assert entries[-1] == 11
     assert any(not t.equal(before[n]) for n, t in flat(state.newest(id)).items())
+    assert cli.main(["flower", "report", "--dir", str(net.home / "west"), "--out", str(tmp_path / "west.html")]) == 0
+    page = (tmp_path / "west.html").read_text("utf8")
+    assert "<b>5</b><span>of 12 planned" in page
+    assert "A gap is a round without this site: 4 to 10." in page
+    assert page.partition("<strong>Training loss")[2].partition("</figure>")[0].count("<polyline") == 2, "a gap"
+
+
+def check_who_was_away(found: list[dict[str, Any]], site: str) -> None:
+    """Checks that every row of a run says that a site was away for rounds 4 to 10.
+
+    The scores of a round ride in the messages of the next one.
+    """
+    assert [r["round"] for r in found if r.get("absent") == [site]] == list(range(4, 11))
+    assert [r["round"] for r in found if r["local_test"].get("missing") == [site]] == list(range(3, 10))
+    for row in found:
+        scores = [v for v in row["local_test"]["per_client"].values() if v is not None]
+        assert len(scores) == 3 - len(row["local_test"].get("missing", ()))
+        assert row["local_test"]["mean"] == pytest.approx(sum(scores) / len(scores))
+    assert found[-1]["took_part"] == 3 * 12 - 7
 
 
 def test_a_server_killed_anywhere_finishes_with_the_same_adapters(net: Net) -> None:

@@ -90,16 +90,14 @@ class Residual:
     def merge(self, module: nn.Module) -> nn.Module:
         """Returns a copy without adapters that computes the same in eval mode.
 
-        With the norm's scale s and shift t an adapter is y + A(s·y + t) = (I + A·diag(s)) y + A·t, which goes into
-        the convolution before it. A grouped convolution becomes a dense one.
+        An adapter goes into the convolution before it. A grouped convolution becomes a dense one.
         """
         module = copy.deepcopy(module)
         for name, layer in list(module.named_modules()):
             if not isinstance(layer, LaneConv2d) or not isinstance(layer.adapter, ResidualAdapter):
                 continue
-            norm, matrix = layer.adapter.norm, layer.adapter.conv.weight.flatten(1)
-            scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
-            mixed = torch.eye(len(matrix)).to(matrix) + matrix * scale
+            adapter = one_by_one(layer.adapter)
+            mixed = adapter.weight.flatten(1)
             made = nn.Conv2d(
                 layer.in_channels,
                 layer.out_channels,
@@ -108,14 +106,28 @@ class Residual:
                 layer.padding,  # type: ignore[arg-type]
                 layer.dilation,  # type: ignore[arg-type]
                 padding_mode=layer.padding_mode,
-            ).to(matrix)
+            ).to(mixed)
             made.weight.copy_(torch.einsum("oc,cihw->oihw", mixed, dense(layer)))
-            made.bias.copy_(matrix @ (norm.bias - norm.running_mean * scale))  # type: ignore[union-attr]
+            made.bias.copy_(adapter.bias)  # type: ignore[union-attr, arg-type]
             if layer.bias is not None:
                 made.bias.add_(mixed @ layer.bias)  # type: ignore[union-attr]
             parent, last = parent_of(module, name)
             setattr(parent, last, made.requires_grad_(False).eval())
         return module
+
+
+@torch.no_grad()
+def one_by_one(adapter: ResidualAdapter) -> nn.Conv2d:
+    """Returns the 1×1 convolution that computes what an adapter does in eval mode.
+
+    With the norm's scale s and shift t an adapter is y + A(s·y + t) = (I + A·diag(s)) y + A·t.
+    """
+    norm, matrix = adapter.norm, adapter.conv.weight.flatten(1)
+    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+    made = nn.Conv2d(len(matrix), len(matrix), 1).to(matrix)
+    made.weight.copy_((torch.eye(len(matrix)).to(matrix) + matrix * scale)[..., None, None])
+    made.bias.copy_(matrix @ (norm.bias - norm.running_mean * scale))  # type: ignore[union-attr]
+    return made.requires_grad_(False).eval()
 
 
 def dense(conv: nn.Conv2d) -> torch.Tensor:

@@ -245,12 +245,12 @@ def predict_command(
     sets: DriftSets = None,
     as_json: AsJson = False,
 ) -> None:
-    """At a site: predict with its own model. Needs no server and no data; --drift needs the site's data once."""
+    """At a site: predict with its own model. Needs no server; --drift and several labels need its data once."""
     settings, known = predicting(sets), known_site(folder, site)
     if drift:
         predictions = aware_predictions(replace(personal_predictor(known, run, settings), say=say), images)
     else:
-        predictions = replace(personal_model(known, run), say=say).predict(images)
+        predictions = personal_model(known, run, say).predict(images)
     show(as_json, predictions, tables.predictions(predictions))
 
 
@@ -310,6 +310,6 @@ def export_command(
     run: SiteRun = "",
     merged: Annotated[bool, typer.Option("--merged", help="the whole network, adapters merged into it")] = False,
 ) -> None:
-    """At a site: write its own model to one file. Needs no server and no data."""
-    personal_model(known_site(folder, site), run).export(out_file, merged)
+    """At a site: write its own model to one file. Needs no server; thresholds of labels need the site's data once."""
+    personal_model(known_site(folder, site), run, say).export(out_file, merged)
     tell(f"wrote {out_file}")

@@ -213,22 +213,28 @@ def params(
 def methods(
     backbone: Annotated[str, typer.Option(metavar="BACKBONE", help=BACKBONE_HELP)] = "resnet18",
     classes: Classes = 10,
+    adapt_from: Annotated[
+        str, typer.Option(metavar="STAGE", help="the first stage that is adapted; '' for all, auto: the backbone's own")
+    ] = "auto",
     cost: Annotated[bool, typer.Option("--cost", help="measure what a round costs a client on this machine")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the methods, with the parameters that a client trains and sends per round."""
     made = network_of(backbone, classes)  # refuses an unknown backbone; a method that does not fit is only left out
+    method_sizes("fedavg", backbone, classes, adapt_from=adapt_from)  # refuses an unknown stage
     sizes, costs = {}, {}
     for name in REGISTRY:
         try:
-            sizes[name] = method_sizes(name, backbone, classes)
+            sizes[name] = method_sizes(name, backbone, classes, adapt_from=adapt_from)
         except InputError as error:
             say(f"{name} cannot train {backbone}: {error}")
             continue
         if cost:
-            costs[name] = round_cost(make_method(name, {}), made, classes)
+            costs[name] = round_cost(make_method(name, {}), made, classes, adapt_from=adapt_from)
     rows = [{"name": n, **size, **({"cost": asdict(costs[n])} if cost else {})} for n, size in sizes.items()]
-    show(as_json, rows, tables.methods(sizes, backbone, classes, costs))
+    start = made.first_adapted(adapt_from)
+    title = f"{backbone}{f' from {start} on' if start else ''}"
+    show(as_json, rows, tables.methods(sizes, title, classes, costs))
 
 
 @app.command("presets")

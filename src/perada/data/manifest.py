@@ -73,10 +73,12 @@ def manifest(
     labels: Sequence[str] = (),
     site_column: str = "site",
     fit: Fit = "crop",
+    asked: Sequence[str] = (),
 ) -> Source:
     """Returns images `[n, 3, size, size]` and targets, int64 `[n]`, or uint8 `[n, labels]` with several label columns.
 
     labels: the label columns, if there are further columns; site_column: the column that has the sites.
+    asked: the labels of a federation, of which a site may know only some: then only those that it knows are returned.
     """
     table = read_table(user_path(path), (*KNOWN, "label"))
     has = f"it has {', '.join(table.columns)}"
@@ -86,6 +88,10 @@ def manifest(
         table.columns["site"] = table.columns.pop(site_column)
     if "path" not in table.columns:
         raise InputError(f"{table.file}: no column 'path': expected path,site,label or path,site,split,label…")
+    if asked:
+        labels = [name for name in asked if any(table.columns.get(name, ()))]
+        if not labels:
+            raise InputError(f"{table.file}: none of the federation's labels ({', '.join(asked)}) is known: {has}")
     for name in labels:
         if name not in table.columns:
             raise InputError(f"{table.file}: no column {name!r} (DataOptions.labels): {has}")
@@ -93,11 +99,11 @@ def manifest(
     names = list(labels) or (["label"] if "label" in names else names)
     if not names:
         raise InputError(f"{table.file}: no column 'label': expected path,site,label or path,site,split,label…")
-    for column in ("path", "site", *(names if len(names) == 1 else ())):
+    for column in ("path", "site", *(names if len(names) == 1 and not asked else ())):
         for row, value in enumerate(table.columns.get(column, ())):
             if not value:
                 raise table.refuse(row, f"{column} is blank")
-    targets, classes = _targets(table, names)
+    targets, classes = _targets(table, names, several=bool(asked) or len(names) > 1)
     splits = _splits(table)
     files = [table.file.parent / name for name in table.columns["path"]]
     _once(table, files)
@@ -141,8 +147,8 @@ def read_table(file: Path, lower: Sequence[str] = ()) -> Table:
     return Table(file, dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)), lines)
 
 
-def _targets(table: Table, names: Sequence[str]) -> tuple[Targets, tuple[str, ...]]:
-    if len(names) > 1:
+def _targets(table: Table, names: Sequence[str], several: bool) -> tuple[Targets, tuple[str, ...]]:
+    if several:
         advice = "not 0 or 1: name the label columns with DataOptions.labels"
         labels = table.numbers(names, {**BINARY, "": -1}, advice)
         for name, column in zip(names, labels.T, strict=True):

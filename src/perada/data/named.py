@@ -4,7 +4,7 @@ Other packages add data sets as `package.module:function` or as entry points of 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -100,13 +100,16 @@ class DataOptions:
 Reader = Callable[[DataOptions], Source]
 
 
-def own(options: DataOptions) -> Source:
-    """Reads a user's own data: a folder of images, a `.npz` file, or a CSV or TSV manifest."""
+def own(options: DataOptions, asked: Sequence[str] = ()) -> Source:
+    """Reads a user's own data: a folder of images, a `.npz` file, or a CSV or TSV manifest.
+
+    asked: the labels of a federation with several per image; a manifest may know only some of them.
+    """
     ending = Path(options.root).suffix.lower()
     if ending == ".npz":
         return npz(options.root)
     if ending in _TABLES:
-        return manifest(options.root, options.size, options.skip_bad, options.labels, options.site, options.fit)
+        return manifest(options.root, options.size, options.skip_bad, options.labels, options.site, options.fit, asked)
     return folder(options.root, options.size, options.skip_bad, options.fit)
 
 

@@ -12,7 +12,7 @@ import torch
 from ..errors import InputError
 from .federation import Federation, build_federation
 from .named import DataOptions, own
-from .source import Source
+from .source import UNKNOWN, Source, Targets
 
 
 def one_site(options: DataOptions, name: str, like: Federation, device: torch.device) -> Federation:
@@ -21,7 +21,8 @@ def one_site(options: DataOptions, name: str, like: Federation, device: torch.de
     The split depends on the site's name, so a site holds out the samples that it would in a simulation of all sites.
     like: classes, shape and normalisation. Samples of other sites are left out.
     """
-    return build_federation(options, device, conform(own_samples(own(options), name, options.root), like, options.root))
+    source = own_samples(own(options, like.classes if like.multilabel else ()), name, options.root)
+    return build_federation(options, device, conform(source, like, options.root))
 
 
 def own_samples(source: Source, name: str, where: str) -> Source:
@@ -50,17 +51,32 @@ def conform(source: Source, like: Federation, where: str) -> Source:
     if source.multilabel != like.multilabel:
         kind = {True: "several labels per image", False: "one label per image"}
         raise InputError(f"{where}: has {kind[source.multilabel]}, the federation {kind[like.multilabel]}")
-    targets = _columns(source, like, where) if like.multilabel else _numbers(source, like, where)
+    remarks = source.remarks
+    if like.multilabel:
+        targets, unknown = _columns(source, like, where)
+        if unknown:
+            remarks = (*remarks, f"{where}: {', '.join(unknown)}: not known for any image, so it is not trained here")
+    else:
+        targets = _numbers(source, like, where)
     name = like.name or source.name
-    return replace(source, name=name, mean=like.mean, std=like.std, targets=targets, classes=like.classes)
+    return replace(
+        source, name=name, mean=like.mean, std=like.std, targets=targets, classes=like.classes, remarks=remarks
+    )
 
 
-def _columns(source: Source, like: Federation, where: str) -> np.ndarray[Any, Any]:
-    """Returns the label columns in the federation's order; labels that it does not have are left out."""
-    missing = [c for c in like.classes if c not in source.classes]
-    if missing:
-        raise InputError(f"{where}: no label {missing[0]!r}, which the federation has")
-    return source.targets[:, [source.classes.index(c) for c in like.classes]].astype(np.uint8)
+def _columns(source: Source, like: Federation, where: str) -> tuple[Targets, list[str]]:
+    """Returns the label columns in the federation's order, and the labels of which nothing is known here.
+
+    Labels that the federation does not have are left out.
+    """
+    targets = np.full((len(source.targets), len(like.classes)), UNKNOWN, np.uint8)
+    for j, name in enumerate(like.classes):
+        if name in source.classes:
+            targets[:, j] = source.targets[:, source.classes.index(name)]
+    unknown = [name for name, column in zip(like.classes, targets.T, strict=True) if (column == UNKNOWN).all()]
+    if len(unknown) == len(like.classes):
+        raise InputError(f"{where}: none of the federation's labels ({', '.join(like.classes)}) is known for an image")
+    return targets, unknown
 
 
 def _numbers(source: Source, like: Federation, where: str) -> np.ndarray[Any, Any]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..client.scores import personal_thresholds
 from ..config.settings import Settings
 from ..errors import Damaged, InputError, unknown
 from ..experiment import Experiment
+from ..lanes import State
 from ..predict.drift import Calibration, Drift
-from ..predict.personal import PersonalModel
+from ..predict.personal import MIDDLE, PersonalModel
+from ..predict.pictures import Say, silent
 from ..predict.predictor import Predictor
 from ..report.site import SitePage
 from ..runs.calibration import ADVICE, MADE_WITH, calibrated, check_labels
@@ -23,6 +27,8 @@ from .site_data import empty_federation, site_federation
 
 if TYPE_CHECKING:  # they load Flower, which most commands do without
     from .client import Site, Work
+
+Labels = dict[str, float | None]  # a threshold per label; None where none is better than chance
 
 
 @dataclass(frozen=True)
@@ -81,9 +87,54 @@ def site_run(settings: SiteSettings, run: str = "") -> SiteRun:
     return SiteRun(matching[-1], site, work, experiment)
 
 
-def personal_model(settings: SiteSettings, run: str = "") -> PersonalModel:
+def personal_model(settings: SiteSettings, run: str = "", say: Say = silent) -> PersonalModel:
     """Returns the site's model of a run (by name or id; default the newest), with the last broadcast it received."""
-    return site_run(settings, run).model()
+    of = site_run(settings, run)
+    return replace(of.model(), say=say, thresholds=_thresholds(of, say))
+
+
+def _thresholds(of: SiteRun, say: Say = silent) -> Labels | None:
+    """Returns the labels' thresholds, chosen on the site's validation data; None without several labels per image.
+
+    They are read from their file, or chosen from the site's data and kept. Without the data they are one half.
+    """
+    personal = of.experiment.personal()
+    if not of.experiment.federation.multilabel:
+        return None
+
+    def choose() -> dict[str, Labels]:
+        data = site_federation(of.site.settings, of.work.plan, torch.device("cpu"))
+        return personal_thresholds(of.experiment.model, personal, data)
+
+    try:
+        kept = _kept(of.folder / "thresholds.json", {"model": digest_of_state(personal)}, "thresholds", choose)
+    except Damaged:
+        raise
+    except InputError as error:
+        say(f"{of.site.settings.name}: all thresholds are {MIDDLE}, because its data cannot be read: {error}")
+        return None
+    return dict(kept[of.site.settings.name])
+
+
+def digest_of_state(state: State) -> str:
+    """Returns what tells two states apart."""
+    from .messages import digest  # loads Flower
+
+    return digest(state)
+
+
+def _kept(path: Path, belongs: Mapping[str, Any], key: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Returns what a file holds under a key if it belongs to these models, else makes it and writes the file."""
+    if path.is_file():
+        content = read_object(path, {key: dict}, ADVICE)
+        if not is_whole(content):
+            raise Damaged(f"{path} is damaged: {ADVICE}")
+        if all(content.get(name) == value for name, value in belongs.items()):
+            found: dict[str, Any] = content[key]
+            return found
+    made = make()
+    write_output(path, sealed({**belongs, key: made}))
+    return made
 
 
 def personal_predictor(settings: SiteSettings, run: str = "", set: Settings | None = None) -> Predictor:
@@ -105,21 +156,16 @@ def personal_predictor(settings: SiteSettings, run: str = "", set: Settings | No
 
 def _calibration(of: SiteRun, options: Drift) -> Calibration:
     """Returns the site's calibration: from its file if that is of these models, else made from its data and kept."""
-    from .messages import digest
+    made_with = {key: getattr(options, key) for key in MADE_WITH}
+    models = [digest_of_state(state) for state in of.experiment.both_models()]
 
-    path = of.folder / "drift.json"
-    made = {key: getattr(options, key) for key in MADE_WITH}
-    belongs = {"models": [digest(state) for state in of.experiment.both_models()], "options": made}
-    if path.is_file():
-        content = read_object(path, {"options": dict, "calibration": dict}, ADVICE)
-        if not is_whole(content):
-            raise Damaged(f"{path} is damaged: {ADVICE}")
-        if all(content.get(key) == value for key, value in belongs.items()):
-            return Calibration.read(content["calibration"])
-    data = site_federation(of.site.settings, of.work.plan, torch.device("cpu"))
-    (by,) = calibrated(of.experiment, data, None).values()
-    write_output(path, sealed({**belongs, "calibration": by.as_dict()}))
-    return by
+    def make() -> Mapping[str, Any]:
+        data = site_federation(of.site.settings, of.work.plan, torch.device("cpu"))
+        (by,) = calibrated(of.experiment, data, None).values()
+        return by.as_dict()
+
+    belongs = {"models": models, "options": made_with}
+    return Calibration.read(_kept(of.folder / "drift.json", belongs, "calibration", make))
 
 
 def site_page(settings: SiteSettings, run: str = "") -> SitePage:
@@ -128,4 +174,5 @@ def site_page(settings: SiteSettings, run: str = "") -> SitePage:
     plan, notes, experiment = of.work.plan, of.site.state.notes(of.id), of.experiment
     data = site_federation(settings, plan, experiment.device)
     shared, model = experiment.global_model, experiment.model
-    return SitePage(settings.name, plan.federation, of.work.config, data, model, experiment.personal(), shared, notes)
+    own, least = experiment.personal(), _thresholds(of)
+    return SitePage(settings.name, plan.federation, of.work.config, data, model, own, shared, notes, least)

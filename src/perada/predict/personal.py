@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..adapters import Exports
-from ..adapters.merged import merged_state
+from ..adapters.merged import merged_network
 from ..config import Config
 from ..data import Federation
 from ..errors import InputError, RunError
@@ -126,28 +126,40 @@ class PersonalModel:
                 write_output(out / name, content, parents=True)
             return
         check_out(out)
-        notes = json.dumps(self.notes())
-        if out.suffix != ".safetensors":
-            data = self.federation
-            program = Program(
-                self.module(), data.images.shape[1:], self.config.data.fit, data.mean, data.std, data.multilabel
-            )
-            content = compiled(program, out.suffix, notes)
-        else:
-            one = {n: t[0] for part in (self.state.params, self.state.buffers) for n, t in part.items()}
-            tensors = self._merged() if merged else one
-            content = save({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, {"perada": notes})
-        write_output(out, content)
+        if out.suffix == ".safetensors":
+            write_output(out, self._tensors(merged))
+            return
+        data = self.federation
+        shape, fit = data.images.shape[1:], self.config.data.fit
+        program = Program(self.module(), shape, fit, data.mean, data.std, data.multilabel)
+        write_output(out, compiled(program, out.suffix, json.dumps(self.notes())))
 
-    def _merged(self) -> dict[str, Tensor]:
-        """Returns the whole network under its own names, with the adapters merged into it."""
+    def _tensors(self, merged: bool) -> bytes:
+        """Returns a file of weights: the personal part, or the whole network with the adapters merged into it."""
+        notes = self.notes()
+        if merged:
+            tensors, notes["extra"] = self._merged()
+            if extra := notes["extra"]:
+                more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
+                self.say(
+                    "every adapter that does not fit into its convolution became an extra 1×1 convolution, at "
+                    f"{', '.join(extra[:3])}{more}; docs/export.md shows how to load them"
+                )
+        else:
+            tensors = {n: t[0] for part in (self.state.params, self.state.buffers) for n, t in part.items()}
+        whole = {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
+        return save(whole, {"perada": json.dumps(notes)})
+
+    def _merged(self) -> tuple[dict[str, Tensor], list[str]]:
+        """Returns the whole network under its own names, and the convolutions with an extra one behind them."""
         module, adapter = self.module(), self.config.model.strategy()
         state = module.state_dict()
         if adapter is None or not any(".adapter." in f".{name}" for name in state):
-            return state
+            return state, []
         exact = copy.deepcopy(module).double()
-        found = merged_state(exact, adapter.merge(exact), (3, *self._size))
-        return {n: t.to(state[n].dtype) for n, t in found.items()}
+        found, extra = merged_network(exact, adapter, (3, *self._size))
+        dtype = next(module.parameters()).dtype
+        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in found.items()}, extra
 
     @property
     def _size(self) -> tuple[int, int]:

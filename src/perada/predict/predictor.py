@@ -17,7 +17,7 @@ from ..client.scores import logits_of
 from ..data import Federation
 from ..data.fit import Fit
 from ..errors import InputError, RunError
-from ..lanes import LaneModel, State, stack
+from ..lanes import LaneModel, State, rng_of, stack
 from .drift import Calibration, Drift, Verdict, answer, at_home, balanced, everywhere, farthest, judged, likeness, mixed
 from .pictures import Images, Say, batches, silent
 
@@ -32,6 +32,10 @@ class Answers:
     z: Tensor  # [n]: how far the image's window is from home
     share: Tensor  # [n]: the estimated share of home images in it
     drifted: Tensor  # [n]
+
+    def at(self, rows: Tensor) -> Answers:
+        """Returns the answers of these images, in this order."""
+        return Answers(self.probabilities[rows], self.z[rows], self.share[rows], self.drifted[rows])
 
     @classmethod
     def of(cls, probabilities: Tensor, verdict: Verdict, at: Tensor) -> Answers:
@@ -106,8 +110,14 @@ class Predictor:
         return v, w
 
     def predict(self, images: Images) -> Answers:
-        """Returns the predictions of images: one, a window, or more, judged in groups of `Drift.window`."""
-        return self.stream().push(images)
+        """Returns the predictions of images, in their order.
+
+        More than `Drift.window` of them are judged in windows of images drawn at random, always the same ones: a
+        folder sorted by class would give windows of one class. For images in the order of time use `stream`.
+        """
+        v, w = self.logits(images)
+        order = torch.from_numpy(rng_of(0, "drift", "predict").permutation(len(v))).to(v.device)
+        return self.stream().push_logits(v[order], w[order]).at(order.argsort().cpu())
 
     def stream(self, state: Mapping[str, Any] | None = None) -> Stream:
         """Returns a stream, which remembers the last images. state: what `Stream.state` returned before."""

@@ -19,6 +19,7 @@ from ..lanes import LaneModel, State
 from .figures import Series, curves
 from .page import Figure, write_page
 
+HALF = 0.5  # the threshold of a label for which none was chosen
 MOST_CLASSES = 40  # in a confusion matrix
 MISTAKES, EXAMPLES = 8, 12  # shown images: at most so many mistakes, and so many in all
 Numbers = NDArray[Any]
@@ -56,6 +57,7 @@ class Label:
     positive: int
     found: int  # of the positive images
     wrong: int  # negative images that were found
+    least: float  # the probability from which it counts as found
 
 
 class SitePage:
@@ -71,6 +73,7 @@ class SitePage:
         own: State,
         shared: State | None,
         notes: Sequence[Mapping[str, Any]],
+        thresholds: Mapping[str, float | None] | None = None,
     ) -> None:
         client, self.site, self.federation = data.clients[0], site, federation
         self.sizes = (len(client.train), len(client.val), len(client.test))
@@ -89,11 +92,14 @@ class SitePage:
         truth = targets.cpu().numpy()
         small = not data.multilabel and len(truth) > 0 and len(data.classes) <= MOST_CLASSES
         self.confusion = confusion(truth, shares.argmax(1), len(data.classes)).tolist() if small else []
-        self.labels = labels(data.classes, truth, shares, label_areas(logits, targets)) if data.multilabel else []
+        least = [HALF if value is None else value for value in map((thresholds or {}).get, data.classes)]
+        areas = label_areas(logits, targets) if data.multilabel else []
+        self.labels = labels(data.classes, truth, shares, areas, least) if data.multilabel else []
         pixels = data.take(client.test).cpu().numpy()
         self.examples = [] if data.multilabel else examples(pixels, truth, shares, data.classes)
         done = [int(row["round"]) for row in notes if row.get("loss") is not None]
         self.trained, self.newest, self.planned = len(done), max(done, default=0), config.train.rounds
+        self.without = spans(sorted(set(range(min(done, default=1), self.newest)) - set(done)))
         self.figures = over_rounds(notes, self.unit, config.run.eval_every)
         sizes = "{} training, {} validation and {} test images".format(*self.sizes)
         self.setup = [config.method_name, config.model.backbone, sizes, f"{len(self.classes)} classes"]
@@ -110,9 +116,11 @@ def confusion(truth: Numbers, said: Numbers, classes: int) -> Numbers:
     return counts
 
 
-def labels(names: Sequence[str], truth: Numbers, shares: Numbers, areas: Sequence[float | None]) -> list[Label]:
-    """Returns how well each label is found where a probability of one half counts as found."""
-    found, positive, negative = shares >= 0.5, truth == 1, truth == 0  # neither where the label is not known
+def labels(
+    names: Sequence[str], truth: Numbers, shares: Numbers, areas: Sequence[float | None], least: Sequence[float]
+) -> list[Label]:
+    """Returns how well each label is found. least: the probability per label from which it counts as found."""
+    found, positive, negative = shares >= np.array(least), truth == 1, truth == 0  # neither where it is not known
     return [
         Label(
             name,
@@ -120,6 +128,7 @@ def labels(names: Sequence[str], truth: Numbers, shares: Numbers, areas: Sequenc
             int(positive[:, j].sum()),
             int((found & positive)[:, j].sum()),
             int((found & negative)[:, j].sum()),
+            least[j],
         )
         for j, name in enumerate(names)
     ]
@@ -141,6 +150,13 @@ def data_uri(pixels: Numbers) -> str:
     shown = pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)
     Image.fromarray(shown).save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def spans(rounds: Sequence[int]) -> str:
+    """Returns rounds in words: `2, 4 to 10`."""
+    firsts = [r for r in rounds if r - 1 not in rounds]
+    lasts = [r for r in rounds if r + 1 not in rounds]
+    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in zip(firsts, lasts, strict=True))
 
 
 def over_rounds(notes: Sequence[Mapping[str, Any]], unit: str, every: int = 1) -> list[Figure]:

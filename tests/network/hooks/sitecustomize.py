@@ -1,7 +1,8 @@
 """Found by a site's processes in these tests: what the ClientApp does can be made wrong, by $MISBEHAVE (a JSON file).
 
-{site: {"train-3": what}} is read for every message. What is really trained is written to `trained` next to it. With
-{"server": {"apps": "any"}} the server starts any app, as one in wrong hands would.
+{site: {"train-3": what}} is read for every message; "wait" lasts until the file says so no more. What is really trained
+is written to `trained` next to it, and who answers a hello to `greeted`. With {"server": {"apps": "any"}} the server
+starts any app, as one in wrong hands would.
 """
 
 import sys
@@ -48,14 +49,25 @@ if "perada.flower.superexec" in sys.orig_argv:
 
     def _wrong(site, content):
         about, home = read_request(content), Path(os.environ["MISBEHAVE"])
-        what = json.loads(home.read_text()).get(site.settings.name, {}).get(f"{about.kind}-{about.round}", "")
+
+        def planned():
+            return json.loads(home.read_text()).get(site.settings.name, {}).get(f"{about.kind}-{about.round}", "")
+
+        what = planned()
         if what.startswith("sleep"):
             home.with_name(f"asleep-{site.settings.name}-{about.round}").touch()
             time.sleep(float(what.removeprefix("sleep ")))
+        if what == "wait":
+            home.with_name(f"asleep-{site.settings.name}-{about.round}").touch()
+            while planned() == "wait":
+                time.sleep(0.1)
         if what == "stop writing":
             runs.sync_folder = lambda folder: _stop(home.with_name(f"asleep-{site.settings.name}-{about.round}"))
         found = _right(site, content)
-        if what and not what.startswith(("sleep", "stop")):
+        if about.kind == "hello":
+            with home.with_name("greeted").open("a") as log:
+                log.write(f"{site.settings.name}\n")
+        if what and not what.startswith(("sleep", "stop", "wait")):
             tensors = load(found["state"][STATE].data)
             _spoil(tensors, what)
             data = save(tensors)
