@@ -5,9 +5,11 @@ FLOPs are counted as the operations run, forward and backward. Memory is that of
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..adapters import Residual, adapt, fitting
+from ..adapters import Adapter, Residual, adapt, fitting
 from ..client.trainer import Train, Trainer
 from ..data import Client, Federation
 from ..lanes import State
@@ -42,11 +44,26 @@ class RoundCost:
     batch: int = BATCH
 
 
-def round_cost(method: Method, made: Backbone, classes: int, images: int = IMAGES, batch: int = BATCH) -> RoundCost:
-    """Returns what one round of a method costs one client, on the CPU in float32."""
-    adapter = (fitting(made.net, made.head) or Residual()) if method.parts.adapters else None
-    model = adapt(made.net, adapter=adapter, trained=method.parts.trains, head=made.head).to("cpu", torch.float32)
-    federation = _client(images, classes, made.size or SIZE)
+def round_cost(
+    method: Method,
+    made: Backbone,
+    classes: int,
+    images: int = IMAGES,
+    batch: int = BATCH,
+    *,
+    size: int | None = None,
+    adapter: Adapter | None = None,
+    adapt_from: str = "",
+) -> RoundCost:
+    """Returns what one round of a method costs one client, on the CPU in float32.
+
+    size: pixels per side. adapter: by default what fits the network. adapt_from: the stages before it are frozen, and
+    what they make of the images is not counted, as it is computed once.
+    """
+    kind = (adapter or fitting(made.net, made.head) or Residual()) if method.parts.adapters else None
+    lanes = adapt(made.net, adapter=kind, trained=method.parts.trains, head=made.head, start=adapt_from)
+    model = lanes.to("cpu", torch.float32)
+    federation = _client(images, classes, size or made.size or SIZE).keeping(model)
     options = Train(rounds=1, epochs=1, batch=batch, lr=1e-3)
     _, received, kept = method.init(model)
 
@@ -57,7 +74,7 @@ def round_cost(method: Method, made: Backbone, classes: int, images: int = IMAGE
     upload = update()  # warms up
     with FlopCounterMode(display=False) as counter:
         update()
-    with Peak() as memory:
+    with _by_hand(), Peak() as memory:
         update()
     seconds = sorted(_seconds(update) for _ in range(REPEATS))[REPEATS // 2]
     return RoundCost(
@@ -69,6 +86,19 @@ def round_cost(method: Method, made: Backbone, classes: int, images: int = IMAGE
         images=images,
         batch=batch,
     )
+
+
+@contextmanager
+def _by_hand() -> Iterator[None]:
+    """Keeps the garbage collector away, so that a peak does not depend on when it runs."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _client(images: int, classes: int, size: int) -> Federation:

@@ -44,11 +44,11 @@ class Series:
         return [piece for piece in pieces if piece]
 
 
-def curves(label: str, series: Sequence[Series], unit: Unit = "percent") -> str:
-    """Draws lines over rounds; a single one in percent has its standard deviation as a band."""
+def curves(label: str, series: Sequence[Series], unit: Unit = "percent", band: bool | None = None) -> str:
+    """Draws lines over rounds. band: their standard deviation, too; by default that of a single line in percent."""
     in_bytes = unit == "bytes"
     show: Callable[[float], str] = human_bytes if in_bytes else "{:.2f}".format
-    band = unit == "percent" and len(series) == 1
+    band = unit == "percent" and len(series) == 1 if band is None else band
     frame = _frame(series, band, unit, max([len(show(s.known[-1][1])) for s in series if s.known] or [0]))
     if frame is None:
         nothing = text(WIDTH / 2, 60, "nothing measured", "faint", "middle")
