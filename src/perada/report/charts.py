@@ -82,7 +82,7 @@ def _names(f: Frame, spots: Sequence[Spot]) -> list[str]:
     taken: list[tuple[float, float, float]] = []  # from, to, baseline
     for spot in sorted(spots, key=lambda s: -s.y):
         name, x, y = shorten(spot.label, 18), f.x(math.log10(spot.x)), f.y(spot.y) + 4
-        wide = 6.2 * len(name)
+        wide = 7.0 * len(name)
         left = x + 8 + wide > f.right
         start = x - 8 - wide if left else x + 8
         while any(abs(y - other) < 11 and start < end and begin < start + wide for begin, end, other in taken):

@@ -18,7 +18,7 @@ from ..runs.run import Run
 SPLITS = {"local_test": "Local-test", "global_test": "Global-test"}  # of the personal models
 Part = tuple[list[str], list[list[str]]]  # a table's head and rows
 ABOUT = (
-    "chosen: the round with the best mean Local-validation of the personal models, which says nothing of test data; "
+    "chosen: the round with the best mean Local-validation of the personal models, so test data play no part; "
     "means over seeds, without ±"
 )
 

@@ -97,7 +97,9 @@ class Group:
         if len(found) < self.seeds or len({s.severities for s in found}) > 1:
             return []
         tables = [("personal models", [s.personal for s in found]), ("global model", [s.server for s in found])]
-        return [(name, found[0].severities, _mean_table(of)) for name, of in tables if all(of)]
+        shown = [(name, found[0].severities, _mean_table(of)) for name, of in tables if all(of)]
+        same = len(shown) == 2 and shown[0][2] == shown[1][2]  # a method whose personal model is the global one
+        return shown[1:] if same else shown
 
 
 def _mean_table(tables: Sequence[Mapping[str, Sequence[float | None]]]) -> dict[str, list[float | None]]:

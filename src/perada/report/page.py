@@ -91,6 +91,7 @@ def _scores(runs: Sequence[Run], facts: Sequence[Facts], groups: Sequence[Group]
         "groups": groups,
         "several": several,
         "many": len(facts) > 1,
+        "firsts": {g.first.label for g in groups},  # of several seeds, the others are shown on demand
         "seeds": max(g.seeds for g in groups),
         "setup": list(_setup(facts)),
         "tiles": list(_tiles(groups)),

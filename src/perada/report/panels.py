@@ -116,7 +116,7 @@ def cost_and_score(groups: Sequence[Group]) -> list[Figure]:
 
 
 def _count(value: float) -> str:
-    return millions(round(value))
+    return f"{value:,.0f}" if value < 1e6 else millions(round(value))
 
 
 def shift_maps(groups: Sequence[Group]) -> list[Figure]:

@@ -180,9 +180,12 @@ def latex(table: Standings) -> str:
     return f"% {table.about()}; needs booktabs\n" + "\n\n".join(body) + "\n"
 
 
+TEX = str.maketrans({"±": r"$\pm$", "≥": r"$\ge$", "–": "--", "_": r"\_", "%": r"\%"})
+
+
 def _tabular(head: Sequence[str], rows: list[list[str]]) -> list[str]:
     def line(cells: Sequence[str]) -> str:
-        return " & ".join(c.replace("±", r"$\pm$").replace("_", r"\_").replace("%", r"\%") for c in cells) + r" \\"
+        return " & ".join(c.translate(TEX) for c in cells) + r" \\"
 
     top = [rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule", line(head), r"\midrule"]
     return [*top, *map(line, rows), r"\bottomrule", r"\end{tabular}"]

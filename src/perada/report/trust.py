@@ -104,7 +104,7 @@ class TrustPanel:
     error: float | None  # expected calibration error of all predictions
     clients: tuple[tuple[str, int, float | None], ...]  # test images, and the same error of each client's predictions
     labels: tuple[Label, ...]
-    figures: tuple[Figure, ...]
+    figures: list[Figure]
 
 
 def trust_of(runs: Sequence[Run], labels: Sequence[str]) -> list[TrustPanel]:
@@ -127,12 +127,12 @@ def _panel(run: Run, label: str) -> TrustPanel:
     rows = [
         (c.name, len(c.test), Reliability.of(*pair).error) for c, pair in zip(data.clients, pairs, strict=True)
     ]
-    figures = [_diagram(every, "says that a label is there" if data.multilabel else "names a class")]
+    figures = [_diagram(label, every, "says that a label is there" if data.multilabel else "names a class")]
     found: list[Label] = []
     if data.multilabel:
         found = _labels(run, data, shares, truth)
-        figures += _curves(found)
-    return TrustPanel(label, every.error, tuple(rows), tuple(found), tuple(figures))
+        figures += _curves(label, found)
+    return TrustPanel(label, every.error, tuple(rows), tuple(found), figures)
 
 
 def _known(probabilities: Numbers, right: Numbers) -> tuple[Numbers, Numbers]:
@@ -150,25 +150,26 @@ def _labels(run: Run, data: Federation, shares: Sequence[Numbers], truth: Sequen
     return [label_of(name, *(of[:, j] for of in columns)) for j, name in enumerate(data.classes)]
 
 
-def _diagram(of: Reliability, what: str) -> Figure:
+def _diagram(label: str, of: Reliability, what: str) -> Figure:
     points = [(s, t) for s, t in zip(of.said, of.true, strict=True) if s is not None and t is not None]
     most = max(of.counts) or 1
     error = "n/a" if of.error is None else f"{of.error:.3f}"
     spoken = f"Reliability diagram of {sum(of.counts)} predictions, expected calibration error {error}"
-    about = f"How often a model is right that {what}, by the probability it gives. Grey: how many predictions."
+    about = f"Expected calibration error {error}. How often a model is right that {what}, by its probability. "
+    about += "Grey: how many predictions."
     bars = [n / most for n in of.counts]
-    drawing = square(spoken, "said", "true", [Path("right", 0, points, dots=True)], bars)
-    return Figure("Reliability", about, drawing)
+    drawing = square(spoken, "probability", "how often right", [Path("right", 0, points, dots=True)], bars)
+    return Figure(f"Reliability of {label}", about, drawing)
 
 
-def _curves(labels: Sequence[Label]) -> list[Figure]:
+def _curves(run: str, labels: Sequence[Label]) -> list[Figure]:
     shown = [one for one in labels if one.curve][:MOST]
     if not shown:
         return []
     paths = [Path(one.name, k, _thinned(one.curve)) for k, one in enumerate(shown)]
     spoken = "ROC curves: " + ", ".join(f"{one.name} {100 * (one.area or 0):.1f}" for one in shown)
     about = "One curve per label, in the order of the table: " + ", ".join(one.name for one in shown)
-    return [Figure("ROC", about, square(spoken, "false alarms", "sensitivity", paths))]
+    return [Figure(f"ROC of {run}", about, square(spoken, "false alarms", "sensitivity", paths))]
 
 
 def _thinned(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
