@@ -138,7 +138,8 @@ def compare_command(
             say=say,
         )
     table, path = comparison.standings(), comparison.path
-    files = f"tables   {path}/table.md, .csv, .tex, rounds.csv\nreport   {path / 'report.html'}, with an interval per client"
+    files = f"tables   {path}/table.md, .csv, .tex, rounds.csv\n"
+    files += f"report   {path / 'report.html'}, with an interval per client"
     files = "\n".join([*worth_of(comparison.runs[0]).lines[:1], files])
     show(as_json, {"path": str(path), **standings.as_json(table)}, *tables.standings(table), files)
 

@@ -15,9 +15,9 @@ from ..data import Federation
 from ..data.download import Entry
 from ..predict.predictor import Check
 from ..predict.scores import DriftScores
-from ..report.facts import JOINED, distillations, drift_of, mishaps, partial_means, unlikeness, worth_of
 from ..report.costs import HEAD, cells
 from ..report.costs import about as about_costs
+from ..report.facts import JOINED, distillations, drift_of, mishaps, partial_means, unlikeness, worth_of
 from ..report.standings import PERSONAL, Standings, further_parts, parts
 from ..report.svg import millions
 from ..runs.moment import Evaluation

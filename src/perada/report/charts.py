@@ -108,9 +108,7 @@ def heat(
             size = {"width": width - 2, "height": CELL - 2, "rx": 2.0}
             style = f"fill-opacity:{0 if value is None else share:.2f}"
             parts.append(element("rect", x=at, y=y, class_="k0", style=style, **size))
-            parts.append(
-                text(at + (width - 2) / 2, y + 13.5, "n/a" if value is None else f"{value:.1f}", "", "middle")
-            )
+            parts.append(text(at + (width - 2) / 2, y + 13.5, "n/a" if value is None else f"{value:.1f}", "", "middle"))
     return picture(WIDTH, 22 + len(rows) * CELL, label, *parts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,21 @@ from xml.etree import ElementTree
 
 from ..errors import InputError
 from .panels import Figure
+from .svg import colour, dash
 
 KINDS = ("svg", "pdf", "png")
+ROW = 16.0  # height of a line of a legend
 DOTS = 300  # per inch, of the PNG
+WITH_LEGEND = ("over_rounds", "by_client", "communication")
 POINTS = 0.75  # per pixel
 FIXED = {"Creator": None, "Date": None}  # what matplotlib writes into SVG files; None leaves it out
 METADATA = {"svg": FIXED, "pdf": {"CreationDate": None, "Producer": None, "Creator": None}, "png": {"Software": None}}
 
 
-def write_figures(figures: Sequence[tuple[str, Figure]], folder: Path) -> list[Path]:
-    """Writes each figure in three formats to a folder; returns the files. figures: the part of the page, and a figure.
+def write_figures(figures: Sequence[tuple[str, Figure]], folder: Path, names: Sequence[str] = ()) -> list[Path]:
+    """Writes each figure in three formats to a folder; returns the files. Equal figures give equal files.
 
-    Equal figures give equal files.
+    figures: the part of the page, and a figure. names: of the colours in those parts that have a legend on the page.
     """
     try:
         import matplotlib
@@ -35,7 +38,7 @@ def write_figures(figures: Sequence[tuple[str, Figure]], folder: Path) -> list[P
             folder.mkdir(parents=True, exist_ok=True)
             for part, figure in figures:
                 name = _free(_slug(f"{part} {figure.title}"), taken)
-                drawn = draw(figure.drawing)
+                drawn = draw(figure.drawing, names if part in WITH_LEGEND else ())
                 for kind in KINDS:
                     path = folder / f"{name}.{kind}"
                     drawn.savefig(path, dpi=DOTS, metadata=METADATA[kind])
@@ -58,13 +61,15 @@ def _free(name: str, taken: set[str]) -> str:
     return free
 
 
-def draw(markup: str) -> Any:
-    """Returns a matplotlib figure of a picture that `svg.picture` made."""
+def draw(markup: str, names: Sequence[str] = ()) -> Any:
+    """Returns a matplotlib figure of a picture that `svg.picture` made, with a legend below it for these names."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
     root = ElementTree.fromstring(markup)
     width, height = (float(v) for v in root.attrib["viewBox"].split()[2:])
+    root.extend(_legend(names, height))
+    height += ROW * len(names)
     canvas = Canvas(figsize=(width * POINTS / 72, height * POINTS / 72))
     FigureCanvasAgg(canvas)
     axes = canvas.add_axes((0, 0, 1, 1))
@@ -72,6 +77,17 @@ def draw(markup: str) -> Any:
     axes.axis("off")
     _Pen(axes, light_colours()).draw(root, 0.0, 0.0)
     return canvas
+
+
+def _legend(names: Sequence[str], top: float) -> Iterator[ElementTree.Element]:
+    """Yields a line and a name per colour."""
+    for k, name in enumerate(names):
+        y = top + ROW * k + 6
+        look = {"class": colour(k), "style": f"stroke-dasharray:{dash(k)}" if dash(k) else ""}
+        yield ElementTree.Element("polyline", {"points": f"46,{y} 72,{y}", **look})
+        label = ElementTree.Element("text", {"x": "80", "y": str(y + 4)})
+        label.text = name
+        yield label
 
 
 def light_colours() -> dict[str, str]:
@@ -151,7 +167,7 @@ class _Pen:
         side = {"middle": "center", "end": "right"}.get(one.get("text-anchor", ""), "left")
         look = {"ha": side, "va": "baseline", "rotation_mode": "anchor", "parse_math": False, "zorder": n["order"]}
         look |= {"color": self._colour(classes), "fontsize": 11 * POINTS}
-        look |= {"rotation": -float(turn.group(1)) if turn else 0, "weight": 600 if "value" in classes else 400}
+        look |= {"rotation": -float(turn.group(1)) if turn else 0, "weight": 700 if "value" in classes else 400}
         self.axes.text(n["x"] + n["dx"], n["y"] + n["dy"], words, **look)
 
 

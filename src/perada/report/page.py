@@ -77,7 +77,7 @@ def write_report(
     if figures is not None:
         from .export import write_figures
 
-        write_figures(list(figures_in(values)), figures)
+        write_figures(list(figures_in(values)), figures, [g.label for g in groups] if len(groups) > 1 else ())
 
 
 def _scores(runs: Sequence[Run], facts: Sequence[Facts], groups: Sequence[Group]) -> dict[str, Any]:

@@ -179,7 +179,9 @@ def communication(groups: Sequence[Group]) -> Figure:
 
     def points(run: Facts, *directions: str) -> list[Point]:
         before = float(sum(getattr(run.pretrain, name) for name in directions)) if run.pretrain else 0.0
-        sums = [(row.round, before + sum(getattr(row, f"bytes_{name}") for name in directions), None) for row in run.rows]
+        sums = [
+            (row.round, before + sum(getattr(row, f"bytes_{name}") for name in directions), None) for row in run.rows
+        ]
         return [(0, before, None), *sums]
 
     def line(label: str, index: int, group: Group, *directions: str) -> Series:

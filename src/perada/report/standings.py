@@ -160,7 +160,9 @@ def _add_columns(
 def markdown(table: Standings) -> str:
     shown = parts(table, {"best": "**{}**", "next": "<u>{}</u>", "": "{}"})
     head = table.about() + ". Best in bold, runner-up underlined."
-    further = [text for about, part in further_parts(table) for text in (f"{_capital(about)}.", "\n".join(pipes(*part)))]
+    further = [
+        text for about, part in further_parts(table) for text in (f"{_capital(about)}.", "\n".join(pipes(*part)))
+    ]
     return "\n\n".join([head, *("\n".join(pipes(*part)) for part in shown), *further]) + "\n"
 
 

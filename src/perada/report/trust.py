@@ -124,9 +124,7 @@ def _panel(run: Run, label: str) -> TrustPanel:
         shares = [one.double().softmax(-1).cpu().numpy() for one in logits]
         pairs = [_known(p.max(1), (p.argmax(1) == t).astype(float)) for p, t in zip(shares, truth, strict=True)]
     every = Reliability.of(*(np.concatenate(of) for of in zip(*pairs, strict=True)))
-    rows = [
-        (c.name, len(c.test), Reliability.of(*pair).error) for c, pair in zip(data.clients, pairs, strict=True)
-    ]
+    rows = [(c.name, len(c.test), Reliability.of(*pair).error) for c, pair in zip(data.clients, pairs, strict=True)]
     figures = [_diagram(label, every, "says that a label is there" if data.multilabel else "names a class")]
     found: list[Label] = []
     if data.multilabel:
