@@ -139,7 +139,7 @@ class _Pen:
 
         corner, opacity = (n["x"] + n["dx"], n["y"] + n["dy"]), _opacity(one, classes)
         look = {"facecolor": self._colour(classes), "alpha": opacity, "linewidth": 0, "zorder": n["order"]}
-        self.axes.add_patch(Rectangle(corner, n["width"], n["height"], **look))
+        self.axes.add_patch(Rectangle(corner, n["width"], n["height"])).set(**look)
 
     def _circle(self, one: ElementTree.Element, classes: set[str], n: dict[str, float]) -> None:
         from matplotlib.patches import Circle

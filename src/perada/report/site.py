@@ -17,7 +17,8 @@ from ..config import Config
 from ..data import Federation
 from ..lanes import LaneModel, State
 from .figures import Series, curves
-from .page import Figure, write_page
+from .page import write_page
+from .panels import Figure
 
 MOST_CLASSES = 40  # in a confusion matrix
 MISTAKES, EXAMPLES = 8, 12  # shown images: at most so many mistakes, and so many in all
