@@ -42,7 +42,8 @@ LIGHTNESS = """(() => { const found = getComputedStyle(document.body);
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two methods, two seeds; one of them with theory and sites; a run on data with several labels; a site's page."""
     home = tmp_path_factory.mktemp("pages")
-    settings = plain({"data.clients": 3, "run.shifts": True, "run.severities": [1, 5], "data.server_val": 0.7, "data.test": 0.1})
+    sizes = {"data.clients": 3, "data.server_val": 0.7, "data.test": 0.1}
+    settings = plain({**sizes, "run.shifts": True, "run.severities": [1, 5]})
     made = perada.compare("digits", methods=["perada", "standalone"], seeds=2, set=settings, out=home / "both", jobs=1)
     runs = [perada.load(made.path / name) for name in ("perada-0", "standalone-0")]
     write_report(runs, home / "sites.html", theory=True, sites=True)
@@ -56,7 +57,8 @@ def _labelled(path: Path) -> perada.Run:
     """Trains two rounds on bright and dark halves of images: two labels."""
     draw = np.random.default_rng(0)
     labels = draw.integers(0, 2, (120, 2)).astype(np.float32)
-    images = draw.integers(0, 90, (120, 8, 8), dtype=np.uint8) + (labels.repeat(4, 1)[:, None, :] * 80).astype(np.uint8)
+    halves = (labels.repeat(4, 1)[:, None, :] * 20).astype(np.uint8)
+    images = draw.integers(0, 180, (120, 8, 8), dtype=np.uint8) + halves
     sites = {name: (images[k::2], labels[k::2]) for k, name in enumerate(("north", "south"))}
     data = perada.Federation.from_arrays(sites, classes=("left", "right"), val=0.3, test=0.3, size=8)
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2))

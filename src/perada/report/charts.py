@@ -123,7 +123,10 @@ class Path:
 
 
 def square(label: str, across: str, up: str, paths: Sequence[Path], bars: Sequence[float] = ()) -> str:
-    """Draws curves over shares from 0 to 1, with the diagonal. bars: shares in bins, drawn faintly from the bottom."""
+    """Draws curves over shares from 0 to 1, with the diagonal, and the names of several.
+
+    bars: shares in bins, drawn faintly from the bottom.
+    """
     f = Frame(0.0, 1.0, 0.0, 1.0, right=WIDTH - 70, bottom=236.0)
     parts = _grid(f, "{:g}".format)
     for value in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
@@ -139,6 +142,9 @@ def square(label: str, across: str, up: str, paths: Sequence[Path], bars: Sequen
         for x, y in path.points if path.dots else ():
             hover = element("title", escape(f"{path.label}: {x:.3f}, {y:.3f}"))
             parts.append(element("circle", hover, cx=f.x(x), cy=f.y(y), r=2.8, class_=colour(path.index)))
+    for k, path in enumerate(paths if len(paths) > 1 else ()):
+        y = f.bottom - 8 - 13 * (len(paths) - 1 - k)
+        parts.append(text(f.right - 6, y, shorten(path.label, 18), f"value {colour(path.index)}", "end"))
     parts.append(text((f.left + f.right) / 2, f.bottom + 33, across, "faint", "middle"))
     middle = (f.top + f.bottom) / 2
     parts.append(text(12, middle, up, "faint", "middle", turn=f"rotate(-90 12 {number(middle)})"))

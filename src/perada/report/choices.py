@@ -17,10 +17,7 @@ from ..runs.run import Run
 
 SPLITS = {"local_test": "Local-test", "global_test": "Global-test"}  # of the personal models
 Part = tuple[list[str], list[list[str]]]  # a table's head and rows
-ABOUT = (
-    "chosen: the round with the best mean Local-validation of the personal models, so test data play no part; "
-    "means over seeds, without ±"
-)
+ABOUT = "chosen: the round with the best mean Local-validation of the personal models, so test data play no part"
 
 
 def chosen_row(rows: Sequence[Evaluation]) -> Evaluation | None:
@@ -56,9 +53,9 @@ class Choices:
 
     @property
     def about(self) -> str:
-        if self.above is None:
-            return ABOUT
-        return f"{ABOUT}; ≥ {self.above}: over the clients with at least as many training images"
+        seeds = "; means over seeds, without ±" if any(len(one.rounds) > 1 for one in self.rows) else ""
+        large = f"; ≥ {self.above}: over the clients with at least as many training images" if self.above else ""
+        return f"{ABOUT}{seeds}{large}"
 
     @property
     def part(self) -> Part:

@@ -97,7 +97,7 @@ def _curve(f: Frame, one: Series, show: Callable[[float], str], band: bool) -> l
             known = [(r, v, s) for r, v, s in piece if s is not None]
             edge = [(r, min(f.high, v + s)) for r, v, s in known] + [(r, max(f.low, v - s)) for r, v, s in known[::-1]]
             corners = " ".join(f"{number(f.x(r))},{number(f.y(v))}" for r, v in edge)
-            parts.append(element("polygon", points=corners, class_=f"band {kind}"))
+            parts += [element("polygon", points=corners, class_=f"band {kind}")] if corners else []
         style = f"stroke-dasharray:{dash(one.index)}" if dash(one.index) else None
         places = " ".join(f"{number(f.x(r))},{number(f.y(v))}" for r, v, _ in piece)
         parts.append(element("polyline", points=places, class_=f"curve {kind}", style=style))

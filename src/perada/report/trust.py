@@ -166,7 +166,7 @@ def _curves(run: str, labels: Sequence[Label]) -> list[Figure]:
         return []
     paths = [Path(one.name, k, _thinned(one.curve)) for k, one in enumerate(shown)]
     spoken = "ROC curves: " + ", ".join(f"{one.name} {100 * (one.area or 0):.1f}" for one in shown)
-    about = "One curve per label, in the order of the table: " + ", ".join(one.name for one in shown)
+    about = "One curve per label, over all sites, each with its own model."
     return [Figure(f"ROC of {run}", about, square(spoken, "false alarms", "sensitivity", paths))]
 
 
