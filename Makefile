@@ -12,8 +12,10 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
+# The tests open pages in a real browser: an installed Chromium or Chrome, Debian's, or else Playwright's own.
 $(VENV)/.tested: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python tools/browser.py
 	@touch $@
 
 demo: $(VENV)/.installed

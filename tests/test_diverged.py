@@ -133,9 +133,9 @@ def test_a_comparison_goes_on_without_a_run_that_diverged(tmp_path: Path) -> Non
     source = tmp_path / "mine.toml"
     source.write_text('preset = "digits"\ntrain.lr = 0.02\n[methods.ditto]\ntrain.lr = 1e30\n')
     table = perada.compare(
-        str(source), methods="ditto,fedavg", set=settings, out=tmp_path / "table", say=said.append
+        str(source), methods="ditto,fedavg", set=settings, out=tmp_path / "table", say=said.append, baseline=False
     ).table()
     assert [row["name"] for row in table] == ["fedavg"]
     assert [line for line in said if "ditto-0" in line and "3 rounds in a row" in line]
     with pytest.raises(Diverged, match="no run stayed finite"):
-        perada.compare(str(source), methods="ditto", set=settings, out=tmp_path / "none")
+        perada.compare(str(source), methods="ditto", set=settings, out=tmp_path / "none", baseline=False)

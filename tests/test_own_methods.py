@@ -67,7 +67,9 @@ def test_it_trains_by_both_names_alike_and_as_the_object(tmp_path: Path, install
 
 def test_it_is_compared_with_ours(tmp_path: Path, installed: str) -> None:
     settings = {**SMALL, "train.rounds": 1}
-    found = perada.compare("digits", methods=["fedavg", installed], set=settings, out=tmp_path / "both").table()
+    found = perada.compare(
+        "digits", methods=["fedavg", installed], set=settings, out=tmp_path / "both", baseline=False
+    ).table()
     assert [row["name"] for row in found] == ["fedavg", installed]
     assert found[1]["communicated"] == found[0]["communicated"] + 1
 

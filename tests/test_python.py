@@ -510,7 +510,7 @@ def test_mistakes_are_one_clear_line(fed: perada.Federation) -> None:
 
 def test_compare_and_tune_are_callable(tmp_path: Path) -> None:
     settings = {**SMALL, "train.rounds": 1, "run.device": "cpu"}
-    both = perada.compare("digits", methods=["fedavg", "scaffold"], set=settings, out=tmp_path / "both")
+    both = perada.compare("digits", methods=["fedavg", "scaffold"], set=settings, out=tmp_path / "both", baseline=False)
     assert [row["name"] for row in both.table()] == ["fedavg", "scaffold"]
     assert [run.config.method_name for run in both.runs] == ["fedavg", "scaffold"]
     del settings["train.lr"]

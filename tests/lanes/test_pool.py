@@ -190,7 +190,9 @@ def test_runs_of_a_comparison_in_one_pool(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_an_interrupt_saves_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"train.rounds": 30, "train.epochs": 1, "run.shifts": False, "data.clients": 4, "train.cohort": 2}
-    found = compare("digits", methods="fedavg", seeds=1, set={**settings, "train.rounds": 1}, out=tmp_path / "c")
+    found = compare(
+        "digits", methods="fedavg", seeds=1, set={**settings, "train.rounds": 1}, out=tmp_path / "c", baseline=False
+    )
     for name in ("fedavg-1", "fedavg-2"):
         text = (tmp_path / "c" / "plan" / "fedavg-0.toml").read_text().replace("rounds = 1\n", "rounds = 30\n", 1)
         (tmp_path / "c" / "plan" / f"{name}.toml").write_text(text)

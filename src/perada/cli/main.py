@@ -116,6 +116,7 @@ def compare_command(
     lanes: Lanes = None,
     out_dir: Annotated[Path | None, out_option("runs/compare-PRESET")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue, method by method; adds what is new")] = False,
+    baseline: Annotated[bool, typer.Option(help="add standalone: what each client reaches alone")] = True,
     jobs: Annotated[int, typer.Option(min=0, help="runs at once, a thread each; 0: as many as is sensible")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -130,13 +131,15 @@ def compare_command(
             device=device,
             out=out_dir,
             resume=resume,
+            baseline=baseline,
             jobs=jobs,
             on_run=watch.run,
             callbacks=[watch],
             say=say,
         )
     table, path = comparison.standings(), comparison.path
-    files = f"tables   {path}/table.md, .csv, .tex\nreport   {path / 'report.html'}, with an interval per client"
+    files = f"tables   {path}/table.md, .csv, .tex, rounds.csv\n"
+    files += f"report   {path / 'report.html'}, with an interval per client"
     files = "\n".join([*worth_of(comparison.runs[0]).lines[:1], files])
     show(as_json, {"path": str(path), **standings.as_json(table)}, *tables.standings(table), files)
 

@@ -8,6 +8,7 @@ import typer
 
 from ..errors import InputError
 from ..report import write_report
+from ..report.costs import measured_costs
 from ..report.tensorboard import write_events
 from ..runs.join import join
 from ..runs.run import load
@@ -147,7 +148,13 @@ def report(
         Path | None, typer.Option(metavar="FOLDER", help="also files there for tensorboard --logdir FOLDER")
     ] = None,
     theory: Annotated[bool, typer.Option("--theory", help="measure what `perada bounds` does, too")] = False,
-    sites: Annotated[bool, typer.Option("--sites", help="say per site whether joining is worth it")] = False,
+    sites: Annotated[
+        bool, typer.Option("--sites", help="say per site whether joining is worth it, and whether to trust its numbers")
+    ] = False,
+    cost: Annotated[bool, typer.Option("--cost", help="measure what a round costs a client on this machine")] = False,
+    figures: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="also each figure there as SVG, PDF and PNG")
+    ] = None,
 ) -> None:
     """Write one self-contained HTML page about one or several runs."""
     opened = [load(r, say=say) for r in runs]
@@ -155,5 +162,7 @@ def report(
         write_events([(r.path.resolve().name, r.folder.evaluations()) for r in opened], tensorboard)
         tell(f"wrote {tensorboard}")
     path = out_file or opened[0].path / "report.html"
-    write_report(opened, path, theory, sites)
+    write_report(opened, path, theory, sites, measured_costs(opened) if cost else None, figures)
     tell(f"wrote {path}")
+    if figures is not None:
+        tell(f"wrote {figures}")

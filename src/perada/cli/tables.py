@@ -16,14 +16,15 @@ from ..data.download import Entry
 from ..predict.predictor import Check
 from ..predict.scores import DriftScores
 from ..privacy.guarantee import Guarantee
+from ..report.costs import HEAD, cells
+from ..report.costs import about as about_costs
 from ..report.facts import JOINED, distillations, drift_of, mishaps, partial_means, unlikeness, worth_of
-from ..report.standings import PERSONAL, Standings, parts
+from ..report.standings import PERSONAL, Standings, further_parts, parts
 from ..report.svg import millions
 from ..runs.moment import Evaluation
 from ..runs.run import Run
 
 SHADES = "·░▒▓█"
-COSTS = ("kB up", "kB down", "GFLOP", "MiB", "s")
 
 
 def spread(scores: Scores | None) -> str:
@@ -116,6 +117,12 @@ def standings(ranking: Standings) -> list[Table]:
         tables.append(table)
     tables[0].caption = "best in bold, runner-up underlined; trained and sent: parameters per client and round"
     tables[-1].caption = "± std over seeds" if ranking.seeds > 1 and len(tables) > 1 else tables[-1].caption
+    for about, (head, rows) in further_parts(ranking, seconds=True):
+        table = house_table(None, *head)
+        table.caption = about
+        for row in rows:
+            table.add_row(*row)
+        tables.append(table)
     return tables
 
 
@@ -241,22 +248,13 @@ def methods(
 ) -> Table:
     """Returns the number of parameters that a client trains and sends per method, and what a round costs it."""
     title = f"parameters per client and round ({backbone}, {classes} classes)"
-    table = house_table(title, "method", "trained", "sent", *(COSTS if costs else ()))
+    table = house_table(title, "method", "trained", "sent", *(HEAD if costs else ()))
     for name, size in sizes.items():
-        table.add_row(name, f"{size['trained']:,}", f"{size['communicated']:,}", *_cost(costs.get(name)))
-    for one in list(costs.values())[:1]:
-        table.caption = (
-            f"a round of a client with {one.images} images, one epoch of mini-batches of {one.batch}: kB up and down, "
-            "operations, tensors alive at once without the frozen network, seconds on this machine"
-        )
+        measured = cells(costs[name]) if name in costs else []
+        table.add_row(name, f"{size['trained']:,}", f"{size['communicated']:,}", *measured)
+    if costs:
+        table.caption = about_costs(costs)
     return table
-
-
-def _cost(cost: RoundCost | None) -> list[str]:
-    if cost is None:
-        return []
-    traffic = [f"{size / 1e3:,.0f}" for size in (cost.bytes_up, cost.bytes_down)]
-    return [*traffic, f"{cost.gflop:,.2f}", f"{cost.peak_bytes / 2**20:,.0f}", f"{cost.seconds:.2f}"]
 
 
 def presets(descriptions: Mapping[str, str]) -> Table:

@@ -5,9 +5,11 @@ FLOPs are counted as the operations run, forward and backward. Memory is that of
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..adapters import Residual, adapt, fitting
+from ..adapters import Adapter, Residual, adapt, fitting
 from ..client.trainer import Train, Trainer
 from ..data import Client, Federation
 from ..lanes import State
@@ -43,16 +45,26 @@ class RoundCost:
 
 
 def round_cost(
-    method: Method, made: Backbone, classes: int, images: int = IMAGES, batch: int = BATCH, adapt_from: str = ""
+    method: Method,
+    made: Backbone,
+    classes: int,
+    images: int = IMAGES,
+    batch: int = BATCH,
+    *,
+    size: int | None = None,
+    adapter: Adapter | None = None,
+    adapt_from: str = "",
 ) -> RoundCost:
     """Returns what one round of a method costs one client, on the CPU in float32.
 
-    adapt_from: the first stage that is adapted, as in `ModelOptions`. The frozen stages before it run in every pass.
+    size: pixels per side. adapter: by default what fits the network. adapt_from: the first stage that is adapted, as in
+    `ModelOptions`. What the stages before it make of the images is not counted, as it is computed once.
     """
-    adapter = (fitting(made.net, made.head) or Residual()) if method.parts.adapters else None
+    kind = (adapter or fitting(made.net, made.head) or Residual()) if method.parts.adapters else None
     start, trained = made.first_adapted(adapt_from), method.parts.trains
-    model = adapt(made.net, adapter=adapter, trained=trained, head=made.head, start=start).to("cpu", torch.float32)
-    federation = _client(images, classes, made.size or SIZE)
+    lanes = adapt(made.net, adapter=kind, trained=trained, head=made.head, start=start)
+    model = lanes.to("cpu", torch.float32)
+    federation = _client(images, classes, size or made.size or SIZE).keeping(model)
     options = Train(rounds=1, epochs=1, batch=batch, lr=1e-3)
     _, received, kept = method.init(model)
 
@@ -63,7 +75,7 @@ def round_cost(
     upload = update()  # warms up
     with FlopCounterMode(display=False) as counter:
         update()
-    with Peak() as memory:
+    with _by_hand(), Peak() as memory:
         update()
     seconds = sorted(_seconds(update) for _ in range(REPEATS))[REPEATS // 2]
     return RoundCost(
@@ -75,6 +87,19 @@ def round_cost(
         images=images,
         batch=batch,
     )
+
+
+@contextmanager
+def _by_hand() -> Iterator[None]:
+    """Keeps the garbage collector away, so that a peak does not depend on when it runs."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _client(images: int, classes: int, size: int) -> Federation:

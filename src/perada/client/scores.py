@@ -259,7 +259,7 @@ def personal_scores(
 
 def scores_on(model: LaneModel, lanes: State, federation: Federation, sets: Iterable[tuple[Pixels, Tensor]]) -> Scores:
     """Returns the scores of every client's model on other test sets (`data.named_sets`), as the mean over them."""
-    return all_scores_on(model, [lanes], federation, sets)[0]
+    return mean_scores(federation, all_scores_on(model, [lanes], federation, sets)[0])
 
 
 def all_scores_on(
@@ -268,8 +268,8 @@ def all_scores_on(
     federation: Federation,
     sets: Iterable[tuple[Pixels, Tensor]],
     also: Callable[[Sequence[Tensor], Tensor], None] = lambda logits, targets: None,
-) -> list[Scores]:
-    """Returns `scores_on` for several states of lanes; makes each test set once.
+) -> list[list[Scores]]:
+    """Returns the scores on each test set for several states of lanes; makes each test set once.
 
     also: is shown the logits `[K, n, classes]` of each state on each test set, and the targets.
     """
@@ -280,7 +280,7 @@ def all_scores_on(
             every = logits.expand(len(federation.clients), -1, -1)
             scores.append(scores_of(federation, list(every), [targets] * len(every)))
         also(seen, targets)
-    return [mean_scores(federation, scores) for scores in results]
+    return results
 
 
 def mean_scores(federation: Federation, sets: Sequence[Scores]) -> Scores:

@@ -1,5 +1,6 @@
 """Data sets, their split among clients, and batches: from `DataOptions` or your own arrays to a `Federation`."""
 
+from .corruption_kinds import CORRUPTIONS
 from .corruptions import SEVERITIES
 from .federation import Federation, blank, build_federation
 from .images import read_image
@@ -9,6 +10,7 @@ from .source import Client, Source
 from .testsets import named_sets
 
 __all__ = [
+    "CORRUPTIONS",
     "GIVEN",
     "PUBLIC",
     "SEVERITIES",

@@ -18,6 +18,7 @@ from ..runs.folder import RunFolder
 from ..runs.further import further_scores
 from ..runs.moment import Evaluation
 from ..runs.run import Run
+from ..runs.shifts import Shifts
 from .worth import Worth
 
 PERSONAL = {
@@ -149,6 +150,9 @@ class Facts:
 
     def __init__(self, run: Run, label: str, holdings: Holdings | None, problem: str) -> None:
         self.label, self.folder, self.config = label, run.path.name, run.config
+        self.method, self.seed = run.config.method_name, run.config.run.seed
+        settings = {section: of for section, of in run.config.as_dict().items() if section != "run"}
+        self.kind = settings, run.folder.about().get("split")  # what the seeds of a method have in common
         self.holdings, self.problem = holdings, problem  # which client has which data, or why that is not known
         self.rows, summary = run.folder.evaluations(), _summary(run)
         # A stopped run has fewer rounds than planned. A summary that is older than the last row is of an earlier end.
@@ -161,6 +165,7 @@ class Facts:
         self.unit = "AUC" if auc else "accuracy"
         self.guarantee = Guarantee.read(summary) if self.finished else None
         self.drift = drift_of(summary) if self.finished else None
+        self.shifts = Shifts.read(summary["shifts"]) if self.finished and "shifts" in summary else None
         self.sizes = _sizes(run, dict(summary.get("parameters", {})), holdings)
         self.further = further_scores(run.path)
         environment = {f"{k} version": str(v) for k, v in summary.get("versions", {}).items()}

@@ -44,11 +44,11 @@ class Series:
         return [piece for piece in pieces if piece]
 
 
-def curves(label: str, series: Sequence[Series], unit: Unit = "percent") -> str:
-    """Draws lines over rounds; a single one in percent has its standard deviation as a band."""
+def curves(label: str, series: Sequence[Series], unit: Unit = "percent", band: bool | None = None) -> str:
+    """Draws lines over rounds. band: their standard deviation, too; by default that of a single line in percent."""
     in_bytes = unit == "bytes"
     show: Callable[[float], str] = human_bytes if in_bytes else "{:.2f}".format
-    band = unit == "percent" and len(series) == 1
+    band = unit == "percent" and len(series) == 1 if band is None else band
     frame = _frame(series, band, unit, max([len(show(s.known[-1][1])) for s in series if s.known] or [0]))
     if frame is None:
         nothing = text(WIDTH / 2, 60, "nothing measured", "faint", "middle")
@@ -97,7 +97,7 @@ def _curve(f: Frame, one: Series, show: Callable[[float], str], band: bool) -> l
             known = [(r, v, s) for r, v, s in piece if s is not None]
             edge = [(r, min(f.high, v + s)) for r, v, s in known] + [(r, max(f.low, v - s)) for r, v, s in known[::-1]]
             corners = " ".join(f"{number(f.x(r))},{number(f.y(v))}" for r, v in edge)
-            parts.append(element("polygon", points=corners, class_=f"band {kind}"))
+            parts += [element("polygon", points=corners, class_=f"band {kind}")] if corners else []
         style = f"stroke-dasharray:{dash(one.index)}" if dash(one.index) else None
         places = " ".join(f"{number(f.x(r))},{number(f.y(v))}" for r, v, _ in piece)
         parts.append(element("polyline", points=places, class_=f"curve {kind}", style=style))

@@ -1,7 +1,8 @@
 """The HTML page about runs: its pictures and numbers. page.html arranges them and escapes every text."""
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import base64
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,44 +11,31 @@ import numpy as np
 
 from ..data import Federation
 from ..errors import InputError
-from ..predict.scores import EDGES
 from ..runs.files import write_output
 from ..runs.run import Run
-from .facts import JOINED, PERSONAL, SERVER, Facts, Holdings, gather_facts, mean_and_std, over_whom, unlikeness
-from .figures import Series, bars, bubbles, curves, dots, likenesses
+from . import costs as cost_tables
+from .choices import choices
+from .costs import Costs, costs_beside
+from .facts import JOINED, PERSONAL, Facts, Holdings, gather_facts, unlikeness
+from .figures import bubbles
+from .groups import Group, groups_of
 from .measured import panels_of, sites_of
+from .panels import (
+    BUBBLES,
+    SPLITS,
+    Figure,
+    by_client,
+    communication,
+    cost_and_score,
+    drift_panels,
+    over_rounds,
+    partitions,
+    shift_maps,
+)
 from .privacy import privacy_panel
 from .standings import places
 from .svg import colour, dash, human_bytes, millions
-
-SPLITS = {**PERSONAL, **SERVER}
-BUBBLES = "The area of a bubble is the number of training images; the bars are all of a client's."
-
-
-Score = tuple[float | None, float | None]  # mean and standard deviation over clients
-TITLES = {**{n: title for n, (title, _) in PERSONAL.items()}, "mixed": "Mixed"}
-ABOUT_MIXED = "half a client's own test images, half everybody's"
-KINDS = {"home": "own test images", "abroad": "everybody's test images"}
-
-
-class Figure(NamedTuple):
-    """A picture with its caption. `kind` is a class of the page's CSS."""
-
-    title: str
-    about: str
-    drawing: str  # markup, as svg.py makes it
-    kind: str = ""
-
-
-class Aware(NamedTuple):
-    """How one run's clients do when they notice drift: rows of a table, and pictures."""
-
-    label: str
-    window: int
-    rows: list[tuple[str, Score, Score]]  # test set, alone, noticing drift
-    head: list[str]
-    clients: list[tuple[str, list[float | None]]]  # alone and noticing drift, per test set
-    figures: list[Figure]
+from .trust import trust_of
 
 
 class Tile(NamedTuple):
@@ -60,38 +48,83 @@ class Tile(NamedTuple):
     unit: str = ""
 
 
-def write_report(runs: Sequence[Run], out: Path, theory: bool = False, sites: bool = False) -> None:
+def write_report(
+    runs: Sequence[Run],
+    out: Path,
+    theory: bool = False,
+    sites: bool = False,
+    costs: Costs | None = None,
+    figures: Path | None = None,
+) -> None:
     """Writes a page about these runs to `out`; the same runs give the same bytes.
 
-    theory: measures the bounds of the runs that have a global model. sites: compares each site's models. Both need the
-    data, and take a while.
+    theory: measures the bounds of the runs that have a global model. sites: compares each site's models, and their
+    probabilities with what is true. Both need the data, and take a while. costs: of a client's round, by method; by
+    default those that a comparison of these runs has measured. figures: a folder that gets each figure as a file.
     """
     if not runs:
         raise InputError("nothing to report on: name at least one run folder")
     facts = gather_facts(runs)
-    several, unit = len(facts) > 1, common(f.unit for f in facts)
-    alike = several and len({(f.data, f.unit) for f in facts}) == 1
-    write_page(
-        out,
-        title=f"{f'{len(facts)} runs' if several else facts[0].label} on {common(f.data for f in facts)}",
-        runs=facts,
-        several=several,
-        setup=list(_setup(facts)),
-        tiles=list(_tiles(facts)),
-        unit=unit[0].upper() + unit[1:],
-        splits=SPLITS,
-        alike=alike,
-        places={n: _places(facts, n) if alike else [""] * len(facts) for n in SPLITS},
-        over_rounds=_over_rounds(facts) if any(f.rows for f in facts) else None,
-        by_client=_by_client(facts),
-        drift=list(_drift(facts)),
-        privacy=privacy_panel(facts),
-        numbers=[("local_val", "Local-validation"), *((n, title) for n, (title, _) in PERSONAL.items())],
-        holdings=_holdings(facts),
-        communication=_communication(facts),
-        theory=panels_of(runs, [f.label for f in facts]) if theory else [],
-        sites=sites_of(runs, [f.label for f in facts]) if sites else [],
-    )
+    groups, labels = groups_of(facts), [f.label for f in facts]
+    values = {
+        **_scores(runs, facts, groups),
+        **_pictures(facts, groups),
+        "costs": costs_beside(runs) if costs is None else costs,
+        "theory": panels_of(runs, labels) if theory else [],
+        "sites": sites_of(runs, labels) if sites else [],
+        "trust": trust_of(runs, labels) if sites else [],
+    }
+    write_page(out, **values)
+    if figures is not None:
+        from .export import write_figures
+
+        write_figures(list(figures_in(values)), figures, [g.label for g in groups] if len(groups) > 1 else ())
+
+
+def _scores(runs: Sequence[Run], facts: Sequence[Facts], groups: Sequence[Group]) -> dict[str, Any]:
+    """Returns what the page says in numbers."""
+    several, unit = len(groups) > 1, common(f.unit for f in facts)
+    alike = len(facts) > 1 and len({(f.data, f.unit) for f in facts}) == 1
+    finished = [run for run, f in zip(runs, facts, strict=True) if f.rows]
+    return {
+        "title": f"{f'{len(facts)} runs' if len(facts) > 1 else facts[0].label} on {common(f.data for f in facts)}",
+        "runs": facts,
+        "groups": groups,
+        "several": several,
+        "many": len(facts) > 1,
+        "firsts": {g.first.label for g in groups},  # of several seeds, the others are shown on demand
+        "seeds": max(g.seeds for g in groups),
+        "setup": list(_setup(facts)),
+        "tiles": list(_tiles(groups)),
+        "unit": unit[0].upper() + unit[1:],
+        "splits": SPLITS,
+        "alike": alike and several,
+        "places": {n: _places(groups, n) if alike and several else [""] * len(groups) for n in SPLITS},
+        "choices": choices(finished) if finished and len({f.data for f in facts}) == 1 else None,
+        "numbers": [("local_val", "Local-validation"), *((n, title) for n, (title, _) in PERSONAL.items())],
+    }
+
+
+def _pictures(facts: Sequence[Facts], groups: Sequence[Group]) -> dict[str, Any]:
+    """Returns what the page draws."""
+    return {
+        "over_rounds": over_rounds(groups) if any(f.rows for f in facts) else None,
+        "cost_and_score": cost_and_score(groups),
+        "by_client": by_client(groups),
+        "shift_maps": shift_maps(groups),
+        "drift": list(drift_panels(facts)),
+        "privacy": privacy_panel(facts),
+        "holdings": partitions(facts),
+        "communication": communication(groups),
+    }
+
+
+def figures_in(values: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """Yields every figure of a page with the name of its part."""
+    for part, value in values.items():
+        for one in value if isinstance(value, list) else [value]:
+            found = [one] if isinstance(one, Figure) else getattr(one, "figures", [])
+            yield from ((f"{part} {getattr(one, 'label', '')}".strip(), figure) for figure in found)
 
 
 def write_partition(federation: Federation, out: Path) -> None:
@@ -106,7 +139,7 @@ def write_page(out: Path, template: str = "page.html", **values: Any) -> None:
     """Writes one of the page templates, filled with these values, as one file."""
     from jinja2 import DictLoader, Environment, StrictUndefined  # only a report needs it
 
-    names = ("macros.html", "page.html", "site.html", "style.css")
+    names = ("macros.html", "page.html", "site.html", "style.css", "sort.js")
     files = {name: (resources.files(__package__) / name).read_text("utf8") for name in names}
     environment = Environment(
         autoescape=True,
@@ -116,9 +149,15 @@ def write_page(out: Path, template: str = "page.html", **values: Any) -> None:
         loader=DictLoader(files),
     )
     environment.filters["millions"] = millions
-    environment.globals |= {"colour": colour, "dash": dash, "costs": _costs, "machine": _machine, "models": JOINED}
+    environment.globals |= {"colour": colour, "dash": dash, "traffic": _traffic, "machine": _machine, "models": JOINED}
+    environment.globals |= {"cost_tables": cost_tables, "script": files["sort.js"], "digest": _digest(files["sort.js"])}
     text = environment.get_template(template).render(style=files["style.css"], **values)
     write_output(out, text.encode("utf-8", "replace"))  # a file name may have bytes that are not text
+
+
+def _digest(script: str) -> str:
+    """Returns what a page's policy says of its script: no other one runs, whatever a name in the page holds."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
 def common(values: Iterable[Any]) -> str:
@@ -145,26 +184,31 @@ def _clients(run: Facts) -> tuple[int, int | str]:
     return len(run.clients) or run.config.data.clients, run.config.train.cohort or "all"
 
 
-def _tiles(runs: Sequence[Facts]) -> Iterator[Tile]:
-    """Yields the run's numbers; of several runs the best of the finished ones."""
-    finished = [r for r in runs if r.finished] or runs
+def _tiles(groups: Sequence[Group]) -> Iterator[Tile]:
+    """Yields the numbers of a method; of several methods the best of the finished ones."""
+    finished = [g for g in groups if g.finished] or groups
     for split, (title, about) in PERSONAL.items():
-        scores = [(r.label, *r.score(split)) for r in finished]
+        scores = [(g.label, *g.score(split)) for g in finished]
         best = max((round(mean, 2) for _, mean, _ in scores if mean is not None), default=None)
-        if len(runs) == 1:
-            yield Tile(title, about, runs[0].score(split))
+        if len(groups) == 1:
+            yield Tile(title, about, groups[0].score(split))
         elif best is not None:
             first = [(label, std) for label, mean, std in scores if mean is not None and round(mean, 2) == best]
             names = common(label for label, _ in first) if len(first) < 4 else f"{len(first)} runs"
             yield Tile(f"Best {title}", names, (best, first[0][1]))
-    spent = [(r.label, r.guarantee) for r in finished if r.guarantee is not None and r.guarantee.mean is not None]
-    if len(runs) == 1 and spent:
-        of = spent[0][1]
-        yield Tile("ε per client", f"{of.mechanism}, at δ = {of.delta:g}", (of.mean, of.std))
+    members = [member for g in groups for member in g.members]
+    spent = [r.guarantee for r in members if r.guarantee is not None and r.guarantee.mean is not None]
+    if len(groups) == 1 and spent:
+        yield Tile("ε per client", f"{spent[0].mechanism}, at δ = {spent[0].delta:g}", (spent[0].mean, spent[0].std))
+    yield from _uploads(members, alone=len(groups) == 1)
+
+
+def _uploads(runs: Sequence[Facts], alone: bool) -> Iterator[Tile]:
+    """Yields what clients send. alone: the runs are of one method."""
     shares = [r.share for r in runs if r.share is not None]
     ends = dict.fromkeys(f"{s:.1f}" for s in (min(shares), max(shares))) if shares else ()
     about = "of the full model's parameters, per client and round"
-    if len(runs) == 1 and shares:
+    if alone and shares:
         sizes = runs[0].sizes
         about = f"of the full model, per client and round: {sizes['communicated']:,} of {sizes['full']:,} parameters"
     pretrained = any(r.pretrain for r in runs)
@@ -191,118 +235,12 @@ def _apart(run: Facts) -> str:
     return f"in all; {size} of it ({share:.0f} %) in {run.pretrain.rounds} rounds of pretraining, with whole models"
 
 
-def _places(runs: Sequence[Facts], split: str) -> Sequence[str]:
+def _places(runs: Sequence[Facts | Group], split: str) -> Sequence[str]:
     """Returns best and runner-up; unfinished runs do not compete."""
     return places([r.score(split)[0] if r.finished else None for r in runs])
 
 
-def _over_rounds(runs: Sequence[Facts]) -> list[Figure]:
-    panels = []
-    for index, split in enumerate(("local_test", "global_test", "global_model")):
-        lines = [
-            Series(
-                r.label,
-                i if len(runs) > 1 else index,
-                [(row.round, *mean_and_std(row, split)) for row in r.rows],
-                {row.round: over for row in r.rows if (over := over_whom(row.scores.get(split)))},
-            )
-            for i, r in enumerate(runs)
-        ]
-        if any(s.known for s in lines):
-            title, about = SPLITS[split]
-            panels.append(Figure(title, f"{about}{_hollow(lines)}", curves(title, lines)))
-    return panels
-
-
-def _hollow(lines: Sequence[Series]) -> str:
-    """Returns what the hollow dots of a figure mean: over whom those means are, and in which rounds."""
-    spans: list[str] = []
-    for one in lines:
-        name = f"{one.label}, " if len(lines) > 1 else ""
-        groups = itertools.groupby((r for r, _, _ in one.known), key=lambda r: one.partial.get(r, ""))
-        for over, of in groups:
-            if not over:
-                continue
-            first, *rest = of
-            rounds = f"rounds {first} to {rest[-1]}" if rest else f"round {first}"
-            spans.append(f"{name}{rounds}: {over}")
-    if not spans:
-        return ""
-    more = f"; and {len(spans) - 3} more spans" if len(spans) > 3 else ""
-    return f". Hollow dots are means over fewer clients ({'; '.join(spans[:3])}{more})"
-
-
-def _by_client(runs: Sequence[Facts]) -> list[Figure]:
-    names = list(dict.fromkeys(c for r in runs for c in r.clients))
-    panels = []
-    for index, (split, (title, about)) in enumerate(PERSONAL.items()):
-        scores = [(r.label, r.per_client(split)) for r in runs]
-        if not any(of for _, of in scores):
-            continue
-        alone = bars(title, scores[0][1], runs[0].score(split)[0], index) if len(runs) == 1 else ""
-        panels.append(Figure(title, about, alone or dots(title, names, scores), "tall"))
-    return panels
-
-
-def _drift(runs: Sequence[Facts]) -> Iterator[Aware]:
-    """Yields the runs whose clients' predictions notice drift."""
-    for run in runs:
-        if (found := run.drift) is None:
-            continue
-        names = [n for n in TITLES if n in found.alone]
-        both = [(found.alone[n], found.aware[n]) for n in names]
-        figures = [
-            Figure(
-                TITLES[n],
-                ABOUT_MIXED if n == "mixed" else PERSONAL[n][1],
-                dots(TITLES[n], run.clients, [("alone", one.per_client), ("noticing drift", other.per_client)]),
-                "tall",
-            )
-            for n, (one, other) in zip(names, both, strict=True)
-        ]
-        shown = {KINDS.get(kind, kind): counts for kind, counts in found.picture.items()}
-        if shown:
-            title, about = "How much images look like home", "The statistic s of every client, from its own mean."
-            figures.append(Figure(title, about, likenesses(title, shown, EDGES)))
-        yield Aware(
-            label=run.label,
-            window=found.window,
-            rows=[(TITLES[n], (a.mean, a.std), (b.mean, b.std)) for n, (a, b) in zip(names, both, strict=True)],
-            head=[title for n in names for title in (TITLES[n], "+ drift")],
-            clients=[(c, [s.per_client.get(c) for pair in both for s in pair]) for c in run.clients],
-            figures=figures,
-        )
-
-
-def _holdings(runs: Sequence[Facts]) -> list[Figure]:
-    """Returns a picture per partition; runs on the same one share it."""
-    shown: list[tuple[Holdings, str]] = []
-    for r in runs:
-        if r.holdings and all(r.holdings != known for known, _ in shown):
-            shown.append((r.holdings, f"{r.data} ({r.label})"))
-    return [Figure(name if len(shown) > 1 else "", BUBBLES, bubbles(of), "scroll tall") for of, name in shown]
-
-
-def _communication(runs: Sequence[Facts]) -> Figure:
-    def line(label: str, index: int, run: Facts, *directions: str) -> Series:
-        before = float(sum(getattr(run.pretrain, name) for name in directions)) if run.pretrain else 0.0
-        points = [
-            (row.round, before + sum(getattr(row, f"bytes_{name}") for name in directions), None) for row in run.rows
-        ]
-        return Series(label, index, [(0, before, None), *points])
-
-    if len(runs) == 1:
-        about = "All clients together, since the start."
-        lines = [line("from clients", 4, runs[0], "up"), line("to clients", 5, runs[0], "down")]
-    else:
-        about = "To and from all clients together, since the start."
-        lines = [line(r.label, i, r, "up", "down") for i, r in enumerate(runs)]
-    if any(r.pretrain for r in runs):
-        about += " Round 0 has what pretraining sent."
-    return Figure("Communicated bytes", about, curves("Communicated", lines, unit="bytes"))
-
-
-def _costs(run: Facts) -> list[str]:
+def _traffic(run: Facts) -> list[str]:
     """Returns bytes from clients, to clients, per client and round, and what the distillation did."""
     up, down = (_total(run, direction) for direction in ("up", "down"))
     each = "n/a" if run.upload is None else human_bytes(run.upload)

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from ..privacy.guarantee import FREE, Guarantee
 from .facts import PERSONAL, Facts
 from .figures import Series, Trade, curves, dots, trade
+from .panels import Figure
 
 SPLIT = "local_test"
-
-
-class Drawing(NamedTuple):
-    """A picture with its caption, as `page.Figure`."""
-
-    title: str
-    about: str
-    drawing: str
-    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -29,7 +20,7 @@ class PrivacyPanel:
     """The section of a page."""
 
     rows: list[tuple[str, Guarantee, str]]  # label, guarantee, clients that ended early
-    figures: list[Drawing]
+    figures: list[Figure]
     free: str = FREE
 
 
@@ -42,15 +33,15 @@ def privacy_panel(runs: Sequence[Facts]) -> PrivacyPanel | None:
     return PrivacyPanel(rows, [*_per_client(runs), *_over_rounds(runs), *_against(runs)])
 
 
-def _per_client(runs: Sequence[Facts]) -> list[Drawing]:
+def _per_client(runs: Sequence[Facts]) -> list[Figure]:
     known = [(r.label, dict(r.guarantee.epsilon) if r.guarantee else {}) for r in runs]
     names = list(dict.fromkeys(name for _, of in known for name in of))
     if not names:
         return []
-    return [Drawing("ε per client", "a client with fewer samples pays more", dots("ε", names, known, top=None), "tall")]
+    return [Figure("ε per client", "a client with fewer samples pays more", dots("ε", names, known, top=None), "tall")]
 
 
-def _over_rounds(runs: Sequence[Facts]) -> list[Drawing]:
+def _over_rounds(runs: Sequence[Facts]) -> list[Figure]:
     lines = []
     for index, run in enumerate(runs):
         points = [(row.round, row.epsilon["mean"], None) for row in run.rows if row.epsilon]
@@ -58,10 +49,10 @@ def _over_rounds(runs: Sequence[Facts]) -> list[Drawing]:
             lines.append(Series(run.label, index, points))
     if not lines:
         return []
-    return [Drawing("ε over rounds", "the mean over clients", curves("ε", lines, unit="epsilon"))]
+    return [Figure("ε over rounds", "the mean over clients", curves("ε", lines, unit="epsilon"))]
 
 
-def _against(runs: Sequence[Facts]) -> list[Drawing]:
+def _against(runs: Sequence[Facts]) -> list[Figure]:
     """Returns accuracy against ε, where runs with different ε are compared: a line per method, a dot per run."""
     found: dict[str, dict[float, list[tuple[float, float]]]] = {}
     for run in runs:
@@ -83,4 +74,4 @@ def _against(runs: Sequence[Facts]) -> list[Drawing]:
         for method, of in found.items()
     ]
     title = f"{PERSONAL[SPLIT][0]} against ε"
-    return [Drawing(title, "one dot per run; a line joins the means of a method", trade(title, lines))]
+    return [Figure(title, "one dot per run; a line joins the means of a method", trade(title, lines))]

@@ -17,7 +17,8 @@ from ..config import Config
 from ..data import Federation
 from ..lanes import LaneModel, State
 from .figures import Series, curves
-from .page import Figure, write_page
+from .page import write_page
+from .panels import Figure
 
 HALF = 0.5  # the threshold of a label for which none was chosen
 MOST_CLASSES = 40  # in a confusion matrix

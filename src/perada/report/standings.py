@@ -4,13 +4,16 @@ import csv
 import io
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
+from ..client.cost import RoundCost
 from ..methods import REGISTRY
 from ..runs.moment import Evaluation
+from . import costs
+from .choices import Choices, Part
 from .facts import mean_and_std
 from .svg import millions
 
@@ -18,7 +21,6 @@ Place = Literal["best", "next", ""]
 # Mean; std over clients (its mean over seeds; None for the global model); std over seeds (None for one seed).
 Number = tuple[float, float | None, float | None] | None
 STATISTICS = ("mean", "std_clients", "std_seeds")  # a Number's names in files
-Part = tuple[list[str], list[list[str]]]  # a table's head and rows
 PERSONAL = {"local_test": "Local-test", "global_test": "Global-test", "shifted": "shifted"}
 GLOBAL = {"global_test": "Global-test", "shifted": "shifted"}
 
@@ -39,6 +41,8 @@ class Standings:
     unit: str  # accuracy or AUC
     rows: tuple[Row, ...]
     over: str = ""  # over how many clients the means are, where it is not all
+    costs: Mapping[str, RoundCost] = field(default_factory=dict)  # of a client's round, by method
+    choices: Choices | None = None  # the last round beside the one that validation data choose
 
     @property
     def seeds(self) -> int:
@@ -119,6 +123,21 @@ def parts(table: Standings, marks: Mapping[Place, str]) -> list[Part]:
     return [personal, server] if with_server else [personal]
 
 
+def further_parts(table: Standings, seconds: bool = False) -> list[tuple[str, Part]]:
+    """Returns what each further table is about, its head and its rows: by round and size, and what a round costs.
+
+    seconds: with the seconds of a round. Files are written without them, so that equal runs have equal tables.
+    """
+    found: list[tuple[str, Part]] = []
+    if table.choices is not None and table.choices.rows:
+        found.append((table.choices.about, table.choices.part))
+    if table.costs:
+        most = None if seconds else -1
+        rows = [[name, *costs.cells(cost)[:most]] for name, cost in table.costs.items()]
+        found.append((costs.about(table.costs, seconds), (["a round of", *costs.HEAD[:most]], rows)))
+    return found
+
+
 def _add_columns(
     part: Part,
     titles: Mapping[str, str],
@@ -141,7 +160,14 @@ def _add_columns(
 def markdown(table: Standings) -> str:
     shown = parts(table, {"best": "**{}**", "next": "<u>{}</u>", "": "{}"})
     head = table.about() + ". Best in bold, runner-up underlined."
-    return "\n\n".join([head, *("\n".join(pipes(*part)) for part in shown)]) + "\n"
+    further = [
+        text for about, part in further_parts(table) for text in (f"{_capital(about)}.", "\n".join(pipes(*part)))
+    ]
+    return "\n\n".join([head, *("\n".join(pipes(*part)) for part in shown), *further]) + "\n"
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def pipes(head: Sequence[str], rows: list[list[str]]) -> list[str]:
@@ -151,12 +177,17 @@ def pipes(head: Sequence[str], rows: list[list[str]]) -> list[str]:
 
 def latex(table: Standings) -> str:
     shown = parts(table, {"best": r"\textbf{{{}}}", "next": r"\underline{{{}}}", "": "{}"})
-    return f"% {table.about()}; needs booktabs\n" + "\n\n".join("\n".join(_tabular(*part)) for part in shown) + "\n"
+    further = [f"% {about}\n" + "\n".join(_tabular(*part)) for about, part in further_parts(table)]
+    body = [*("\n".join(_tabular(*part)) for part in shown), *further]
+    return f"% {table.about()}; needs booktabs\n" + "\n\n".join(body) + "\n"
+
+
+TEX = str.maketrans({"±": r"$\pm$", "≥": r"$\ge$", "–": "--", "_": r"\_", "%": r"\%"})
 
 
 def _tabular(head: Sequence[str], rows: list[list[str]]) -> list[str]:
     def line(cells: Sequence[str]) -> str:
-        return " & ".join(c.replace("±", r"$\pm$").replace("_", r"\_").replace("%", r"\%") for c in cells) + r" \\"
+        return " & ".join(c.translate(TEX) for c in cells) + r" \\"
 
     top = [rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule", line(head), r"\midrule"]
     return [*top, *map(line, rows), r"\bottomrule", r"\end{tabular}"]
@@ -179,6 +210,7 @@ def as_json(table: Standings) -> dict[str, Any]:
     def numbers(of: dict[str, Number]) -> dict[str, Any]:
         return {split: dict(zip(STATISTICS, number, strict=True)) if number else None for split, number in of.items()}
 
+    rounds = table.choices.as_dict() if table.choices else {}
     rows = [
         {
             "name": r.method,
@@ -187,6 +219,8 @@ def as_json(table: Standings) -> dict[str, Any]:
             "communicated": r.communicated,
             **numbers(r.personal),
             "global_model": numbers(r.server) if any(r.server.values()) else None,
+            **({"cost": asdict(table.costs[r.method])} if r.method in table.costs else {}),
+            **({"rounds": rounds[r.method]} if r.method in rounds else {}),
         }
         for r in table.rows
     ]

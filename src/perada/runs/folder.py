@@ -31,6 +31,7 @@ from .further import FILE as EVALUATIONS
 from .manifest import BACKBONE, DRIFT, METRICS, Manifest
 from .moment import SPLITS, Checkpoint, Evaluation
 from .rows import Mark, Rows
+from .shifts import Shifts
 
 KEEP = 2  # checkpoints
 PARTS = {
@@ -267,6 +268,8 @@ class RunFolder:
             Guarantee.read(summary)
             if "drift" in summary:
                 DriftScores.read(summary["drift"])
+            if "shifts" in summary:
+                Shifts.read(summary["shifts"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Damaged(f"{path} is damaged: {advice}") from error
         numbers = [*summary["parameters"].values(), summary.get("cohort", 1), summary.get("threads", 1)]

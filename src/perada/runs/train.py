@@ -17,10 +17,10 @@ from torch import Tensor
 from .. import __version__
 from ..callbacks import Callback, Metrics, OnRound, check_callbacks
 from ..client.cohort import SPLITS, LocalCohort
-from ..client.scores import all_scores_on, majority_scores, personal_thresholds
+from ..client.scores import all_scores_on, majority_scores, mean_scores, personal_thresholds
 from ..config import Config, build, describe, federation_of, resolve
 from ..config.settings import given, path_text
-from ..data import Federation, named_sets
+from ..data import CORRUPTIONS, Federation, named_sets
 from ..data.public import Chunks
 from ..errors import InputError
 from ..experiment import Experiment, Say
@@ -48,6 +48,7 @@ from .names import (
     resumable,
 )
 from .run import Run, warn
+from .shifts import Shifts
 
 MARKS = {"gathered": "gathered", "trained": "updated"}  # names of the boundaries inside a round
 PAUSE = 15.0  # seconds between checkpoints on a GPU, where taking one stops the training for a moment
@@ -314,8 +315,10 @@ def conclude(run: Run, experiment: Experiment, row: Evaluation) -> None:
         whole = experiment.global_model if summary["global_model"] else None
         lanes = [experiment.personal(), *([] if whole is None else [whole])]
         see = partial(judge.see_all, "shifted") if judge else ignore
-        personal, *server = all_scores_on(experiment.model, lanes, experiment.federation, sets, see)
+        each = all_scores_on(experiment.model, lanes, experiment.federation, sets, see)
+        personal, *server = [mean_scores(experiment.federation, scores) for scores in each]
         summary["shifted"] = personal.as_dict()
+        summary["shifts"] = Shifts.of(list(CORRUPTIONS), experiment.options.severities, each).as_dict()
         for scores in server:
             summary["global_model"] |= {"shifted": scores.mean}
     if judge:

@@ -14,6 +14,8 @@ from ..errors import Diverged, InputError
 from ..experiment import Say
 from ..lanes import Pool
 from ..report import standings, write_report
+from ..report.choices import choices
+from ..report.costs import measure, read_costs, write_costs
 from ..runs.files import write_atomic
 from ..runs.names import whole_name
 from ..runs.run import Run, load
@@ -21,7 +23,7 @@ from ..runs.train import train
 from .plan import Plan, begun, check_all, choose_methods, keep_backbone, shared_backbone
 from .workers import OnRun, Train, train_all
 
-ALONE = "standalone"  # on your own images always compared: is it worth joining?
+ALONE = "standalone"  # the baseline: is it worth joining?
 
 
 class Comparison(Plan):
@@ -46,7 +48,18 @@ class Comparison(Plan):
         return [load(self.path / name) for name in self.finished()]
 
     def standings(self) -> standings.Standings:
-        return standings.standings([run.summary for run in self.runs])
+        runs, known = self.runs, read_costs(self.path)
+        table = standings.standings([run.summary for run in runs])
+        costs = {row.method: known[row.method] for row in table.rows if row.method in known}
+        return replace(table, costs=costs, choices=choices(runs))
+
+    def measure_costs(self, federation: Federation) -> None:
+        """Measures what a round costs a client, for the methods of which that is not known yet."""
+        known, methods = read_costs(self.path), {run.config.method_name: run.config for run in self.runs}
+        classes, size = len(federation.classes), federation.images.shape[-1]
+        found = {name: measure(config, classes, size) for name, config in methods.items() if name not in known}
+        if found:
+            write_costs(self.path, known | {name: cost for name, cost in found.items() if cost is not None})
 
     def table(self) -> list[dict[str, Any]]:
         """Returns one row per method: its scores over clients and seeds, and its number of parameters."""
@@ -61,6 +74,8 @@ class Comparison(Plan):
         files = {"md": standings.markdown, "csv": standings.comma_separated, "tex": standings.latex}
         for ending, write in files.items():
             write_atomic(self.path / f"table.{ending}", write(table).encode())
+        if table.choices is not None:
+            write_atomic(self.path / "rounds.csv", table.choices.comma_separated().encode())
 
 
 def compare(
@@ -73,6 +88,7 @@ def compare(
     device: str | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    baseline: bool = True,
     jobs: int = 1,
     on_run: OnRun = lambda finished, total, name: None,
     callbacks: Sequence[Callback] = (),
@@ -81,6 +97,7 @@ def compare(
     """Trains every method with every seed on one split, and writes the tables and a report.
 
     source: a preset or a TOML file. methods: a list or `a,b,c`; by default all. seeds: how many; by default 1.
+    baseline: adds Standalone to the methods, so that the table says what each client reaches without the others.
     resume: keeps finished runs and continues the others; more methods or seeds than planned are added.
     jobs: processes of one thread each that share the runs; 0 is as many as is sensible here. With more than one, the
     caller's module needs `if __name__ == "__main__"`. callbacks: hear of runs that are trained one after another.
@@ -89,28 +106,30 @@ def compare(
     if seeds is not None and seeds < 1:
         raise InputError(f"--seeds must be at least 1, not {seeds}")
     comparison, chosen = Comparison.at(source, data, out, resume)
-    new = () if resume else _planned(chosen, choose_methods(methods), seeds or 1, settings, say)
+    names = choose_methods(methods)
+    added = [ALONE] if baseline and ALONE not in names else []
+    new = () if resume else _planned(chosen, [*names, *added], seeds or 1, settings)
     here = moved(settings)
     federation = check_all(new[1].values()) if new else None
+    if new and added:
+        say(f"{ALONE} is compared, too: it shows what each client reaches without the others")
     with comparison.working(*new):
         federation = federation or _continue(comparison, source, methods, seeds, settings)
         factory = partial(_trainer, comparison, here)
         train_all(comparison, factory(federation), jobs, federation.device, on_run, callbacks, say, factory)
         if not comparison.finished():
             raise Diverged("no run stayed finite", "lower Train.lr")
+        comparison.measure_costs(federation)
         comparison.after_each()
         write_report(comparison.runs, comparison.path / "report.html")
     return comparison
 
 
 def _planned(
-    source: str, methods: list[str], seeds: int, settings: Settings, say: Say
+    source: str, methods: list[str], seeds: int, settings: Settings
 ) -> tuple[dict[str, Any], dict[str, Config], str]:
     """Returns a new plan, its configurations and its source."""
     config = resolve(source, for_method(methods[0], settings, methods))
-    if config.data.name == "folder" and ALONE not in methods:
-        say(f"{ALONE} is compared, too: it shows what each site reaches without the others")
-        methods = [*methods, ALONE]
     numbers = list(range(config.run.seed, config.run.seed + seeds))
     plan = {"source": whole_name(source), "methods": methods, "seeds": numbers, "set": absolute(settings, config)}
     return plan, _configs(source, plan), source

@@ -94,7 +94,7 @@ def convergence(probe: Probe) -> Convergence:
 
 def _taught(probe: Probe, descent: Descent) -> tuple[float, float, float]:
     """Returns L_R, σ_R² and G_R at the average of the local models; zeros without public images."""
-    made, public = probe.student(), probe.public
+    made, public = probe.student, probe.public
     if made is None or public is None or len(public) < 2 * FEWEST:
         return 0.0, 0.0, 0.0
     size = min(probe.config.distill.batch, len(public) // FEWEST, TOGETHER)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -71,14 +70,36 @@ class Generalisation:
         lanes = self.probe.experiment.personal()  # one where all clients predict with the same model
         return self._probabilities(lanes, self.probe.target).expand(self.probe.clients, -1, -1)
 
+    def own(self, lanes: State, split: str) -> list[Tensor | None]:
+        """Returns what each client's lane says of its own images, `[n_m, k]`; None for a client that has none."""
+        rows = enumerate(self.probe.own(split))
+        return [self._probabilities(one(lanes, m), index)[0] if len(index) else None for m, index in rows]
+
+    @cached_property
+    def own_tests(self) -> list[Tensor | None]:
+        """h_m on each client's own test images."""
+        return self.own(self.probe.local, "test")
+
     def local_risks(self, split: str) -> list[Tensor | None]:
         """Returns `1 − h_m(x)_y` of each client's own images; None for a client that has none."""
         out: list[Tensor | None] = []
-        for m, index in enumerate(self.probe.own(split)):
-            own = self._probabilities(one(self.probe.local, m), index)[0] if len(index) else None
+        seen = self.own_tests if split == "test" else self.own(self.probe.local, split)
+        for own, index in zip(seen, self.probe.own(split), strict=True):
             labels = self.data.labels(index).unsqueeze(-1)
             out.append(None if own is None else 1 - own.gather(-1, labels).squeeze(-1))
         return out
+
+    @cached_property
+    def public_common(self) -> Tensor:
+        """The logits of g on the public images, `[1, n, k]`."""
+        assert self.probe.public is not None
+        return self.probe.logits(self.probe.common, self.probe.public)
+
+    @cached_property
+    def public_local(self) -> Tensor:
+        """The logits of h_m on the public images, `[M, n, k]`."""
+        assert self.probe.public is not None
+        return self.probe.logits(self.probe.local, self.probe.public)
 
     # Distances between distributions
 
@@ -134,13 +155,13 @@ class Generalisation:
 
     def distillation(self) -> dict[str, float | int | None] | None:
         """Returns what the distillation does to Φ in the further round; None for a run without public images."""
-        public, made = self.probe.public, self.probe.student()
+        public, made = self.probe.public, self.probe.student
         if public is None:
             return None
-        logits, seen = self.probe.logits(self.probe.local, public), self.probe.as_teachers(self.probe.local, public)
+        logits, seen = self.public_local, self.probe.as_teachers(self.probe.local, public)
 
-        def both(state: State, how: Callable[[State, Tensor], Tensor], lanes: Tensor) -> tuple[float, float]:
-            own = how(state, public)[0].softmax(-1)[: lanes.shape[1]]
+        def both(said: Tensor, lanes: Tensor) -> tuple[float, float]:
+            own = said[0].softmax(-1)[: lanes.shape[1]]
             ensembles = mean_of_probabilities(lanes), softmax_of_mean(lanes)
             first, second = (float(distillation_distance(own, e)) for e in ensembles)
             return first, second
@@ -151,8 +172,9 @@ class Generalisation:
             states |= {"average": made[0], "student": made[1]}
             out |= {"steps": made[2], "planned_steps": self.probe.config.distill.steps}
         for name, state in states.items():
-            out[f"{name}_probabilities"], out[f"{name}_logits"] = both(state, self.probe.logits, logits)
-            batch = both(state, self.probe.as_teachers, seen)
+            said = self.public_common if name == "global" else self.probe.logits(state, public)
+            out[f"{name}_probabilities"], out[f"{name}_logits"] = both(said, logits)
+            batch = both(self.probe.as_teachers(state, public), seen)
             out[f"{name}_probabilities_public_norm"], out[f"{name}_logits_public_norm"] = batch
         ensembles = mean_of_probabilities(logits), softmax_of_mean(logits)
         out["between_averages"] = float(distillation_distance(*ensembles))

@@ -147,8 +147,9 @@ class Probe:
             raise InputError(f"{self.run.path}: a local training from its global model does not stay finite")
         return done.state
 
+    @cached_property
     def student(self) -> tuple[State, State, int] | None:
-        """Returns the local models' average, the student distilled from it, and the student's steps.
+        """The local models' average, the student distilled from it, and the student's steps.
 
         None without public images, or for a run that does not distil.
         """

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from ..lanes import repeat
 from .distances import (
     distillation_distance,
     error,
@@ -17,7 +18,7 @@ from .distances import (
     rademacher,
     risk,
 )
-from .generalisation import Apart, Generalisation, one
+from .generalisation import Apart, Generalisation
 from .terms import HELD_OUT, MEASURED, STATED, Bound, Term, Total
 
 
@@ -84,19 +85,18 @@ def _joint(of: Generalisation) -> Term:
 def _ideal(of: Generalisation) -> list[float]:
     """Returns an upper estimate of λ_m per client: of the best of three models at hand."""
     everywhere = [risk(of.common, of.labels), risk(of.local, of.labels), risk(of.personal, of.labels)]
-    out = []
+    out, common = [], repeat(of.probe.common, of.probe.clients)
+    models = (of.own(common, "test"), of.own_tests, of.own(of.probe.personal, "test"))
     for m, index in enumerate(of.probe.own("test")):
-        images, labels = of.data.take(index), of.data.labels(index)
-        models = (of.probe.common, one(of.probe.local, m), one(of.probe.personal, m))
-        own = [float(risk(of.probe.logits(s, images).softmax(-1)[0], labels)) if len(index) else 1.0 for s in models]
+        said, labels = [model[m] for model in models], of.data.labels(index)
+        own = [1.0 if p is None else float(risk(p, labels)) for p in said]
         elsewhere = [float(everywhere[0]), float(everywhere[1][m]), float(everywhere[2][m])]
         out.append(min(a + b for a, b in zip(own, elsewhere, strict=True)))
     return out
 
 
 def _distance(of: Generalisation, public: Tensor) -> Term:
-    ensemble = mean_of_probabilities(of.probe.logits(of.probe.local, public))
-    common = of.probe.logits(of.probe.common, public)[0].softmax(-1)
+    ensemble, common = mean_of_probabilities(of.public_local), of.public_common[0].softmax(-1)
     seen = ", which g was distilled on" if of.probe.experiment.distils else ""
     return Term(
         name="ensemble distillation distance",
