@@ -33,6 +33,7 @@ from .methods import Finisher, Method, copy_epochs, expected_upload
 from .models import BACKBONES, Backbone
 from .predict.drift import Drift
 from .privacy import UNSAFE, Privacy
+from .privacy.accountant import check_installed
 from .privacy.apart import check_apart
 from .privacy.spending import Spending
 from .runs.folder import RunFolder
@@ -115,6 +116,8 @@ class Experiment:
             if adapt_from:
                 Prefix.check(net, adapt_from, image)
         self.model = lanes_of(net, method, self.adapter, head, self.options, adapt_from)
+        if to_train and (privacy.of_clients or (privacy.on and cohort is None)):
+            check_installed()
         if to_train and privacy.target:
             if cohort is not None:
                 raise InputError("Privacy.target works in simulations only: set Privacy.noise")
