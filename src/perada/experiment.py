@@ -189,6 +189,11 @@ class Experiment:
         return self._spending(dict.fromkeys(self.clients, 1) if self.privacy.of_clients else self.federation.sizes)
 
     @property
+    def epsilons(self) -> dict[str, float]:
+        """The ε so far per client; empty without differential privacy."""
+        return self.spending.epsilons(self.now.memory)
+
+    @property
     def exhausted(self) -> tuple[str, ...]:
         """The clients whose privacy budget does not allow another round."""
         return self.spending.exhausted(self.now.memory)
@@ -388,7 +393,7 @@ class Experiment:
                 value = score(logits_on(self.model, measured, test, test.test)[0], test.labels(test.test))
         last = {**now.last, "failed": tuple(now.last.get("failed", ())), "absent": tuple(now.last.get("absent", ()))}
         more: dict[str, Any] = {**now.counters, **last, "seconds": self.seconds}
-        if epsilons := list(self.spending.epsilons(now.memory).values()):
+        if epsilons := list(self.epsilons.values()):
             more["epsilon"] = {"mean": sum(epsilons) / len(epsilons), "max": max(epsilons)}
             more["exhausted"] = self.exhausted
         return Evaluation(now.round, scores, value, measured is not None, **more)

@@ -93,7 +93,7 @@ def test_epsilon_never_falls_and_only_those_who_trained_pay() -> None:
     for _ in range(3):
         trained = {run.clients[m] for m in run.sampled(run.now.round)}
         run.round()
-        now = run.spending.epsilons(run.now.memory)
+        now = run.epsilons
         risen = {name for name in now if now[name] > before.get(name, 0.0)}
         assert risen == trained & run.spending.bill.keys()
         assert all(now[name] >= value for name, value in before.items())
