@@ -24,12 +24,14 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from perada.lanes import Piece, rng_of
+from perada.lanes import Gradient, Group, State, rng_of
+from perada.lanes.ways import way_for
 from perada.privacy.accountant import Step, epsilon
 from perada.privacy.audit import Canaries, audit, known_order, likelihood
 from perada.privacy.mechanism import Mechanism
@@ -45,9 +47,9 @@ BUGS = {"no clipping": "full", "half the noise": "full", "fixed-size batches": "
 class Unclipped(Mechanism):
     """A planted bug: gradients keep their length."""
 
-    def add(self, sums: dict[str, Tensor], piece: Piece) -> None:
-        for name, grads in piece.grads.items():
-            sums[name].index_add_(0, piece.owner, grads)
+    def __call__(self, gradient: Gradient, state: State, of: Group | None = None) -> tuple[dict[str, Tensor], State]:
+        with patch("perada.privacy.mechanism.clipping", lambda squares, bound: torch.ones_like(squares)):
+            return super().__call__(gradient, state, of)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ def audited(regime: str, sigma: float, coins: int, bug: str = "", secret: bool =
         randomness = FixedSize(randomness)
     kind = Unclipped if bug == "no clipping" else Mechanism
     batch = max(1, round(canaries.each * probability))
-    slopes = kind(sigma / 2 if bug == "half the noise" else sigma, 1.0, batch, randomness, 4096)
+    slopes = kind(
+        sigma / 2 if bug == "half the noise" else sigma, 1.0, batch, randomness, way_for(canaries.model, (SIDE, SIDE))
+    )
     updates, included = canaries.updates(slopes, plan, randomness), canaries.included.reshape(-1)
     each = 1 - (1 - CONFIDENCE) / 2
     bounds = [

@@ -33,6 +33,7 @@ from .methods import Finisher, Method, copy_epochs, expected_upload
 from .models import BACKBONES, Backbone
 from .predict.drift import Drift
 from .privacy import UNSAFE, Privacy
+from .privacy.accountant import check_installed
 from .privacy.apart import check_apart
 from .privacy.spending import Spending
 from .runs.folder import RunFolder
@@ -115,6 +116,8 @@ class Experiment:
             if adapt_from:
                 Prefix.check(net, adapt_from, image)
         self.model = lanes_of(net, method, self.adapter, head, self.options, adapt_from)
+        if to_train and (privacy.of_clients or (privacy.on and cohort is None)):
+            check_installed()
         if to_train and privacy.target:
             if cohort is not None:
                 raise InputError("Privacy.target works in simulations only: set Privacy.noise")
@@ -184,6 +187,11 @@ class Experiment:
     def spending(self) -> Spending:
         """What the rounds cost the clients. Over a network only the sites know that, at level `sample`."""
         return self._spending(dict.fromkeys(self.clients, 1) if self.privacy.of_clients else self.federation.sizes)
+
+    @property
+    def epsilons(self) -> dict[str, float]:
+        """The ε so far per client; empty without differential privacy."""
+        return self.spending.epsilons(self.now.memory)
 
     @property
     def exhausted(self) -> tuple[str, ...]:
@@ -385,7 +393,7 @@ class Experiment:
                 value = score(logits_on(self.model, measured, test, test.test)[0], test.labels(test.test))
         last = {**now.last, "failed": tuple(now.last.get("failed", ())), "absent": tuple(now.last.get("absent", ()))}
         more: dict[str, Any] = {**now.counters, **last, "seconds": self.seconds}
-        if epsilons := list(self.spending.epsilons(now.memory).values()):
+        if epsilons := list(self.epsilons.values()):
             more["epsilon"] = {"mean": sum(epsilons) / len(epsilons), "max": max(epsilons)}
             more["exhausted"] = self.exhausted
         return Evaluation(now.round, scores, value, measured is not None, **more)

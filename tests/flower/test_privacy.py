@@ -16,6 +16,7 @@ from flower.wire import SITES, World, make_world, run
 from perada.errors import Damaged, InputError
 from perada.flower import app
 from perada.flower.messages import flat
+from perada.flower.personal import site_page
 from perada.flower.settings import Plan, ServerSettings
 from perada.flower.spending import FILE, SiteSpending
 from perada.server.checks import Refused
@@ -106,6 +107,10 @@ def test_a_site_s_ledger_has_every_round_of_every_run(tmp_path: Path, capsys: py
         assert (world.site(site).state.path / FILE).is_file()
     first = spending(world, "east").epsilon
     assert f"ε {first:.2f} so far" in capsys.readouterr().err
+    east = world.site("east")
+    page = site_page(east.settings)
+    page.write(tmp_path / "page.html")
+    assert "in all runs of the federation so far" in (tmp_path / "page.html").read_text()
     run(world, "another")
     assert steps(world, "east") == 4 * per_round(world, "east")
     assert spending(world, "east").epsilon > first

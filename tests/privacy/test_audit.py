@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
+from perada.lanes import Way
 from perada.privacy.audit import Canaries, audit, likelihood, lower_bound, p_value
 from perada.privacy.mechanism import Mechanism
 from perada.privacy.randomness import Repeatable
@@ -68,9 +69,9 @@ def test_randomised_response_is_bounded_by_its_own_epsilon() -> None:
 def test_a_canary_moves_its_own_coordinate_by_the_clipping_bound() -> None:
     canaries, plan = Canaries(2, 4), Sampling(16, 1.0, 16, 2)
     randomness = Repeatable([("canary", 0), ("canary", 1)])
-    updates = canaries.updates(Mechanism(0.0, 3.0, 16, randomness, 8), plan, randomness)
+    updates = canaries.updates(Mechanism(0.0, 3.0, 16, randomness, Way(8)), plan, randomness)
     assert np.allclose(updates, np.broadcast_to(canaries.included, updates.shape))
-    noisy = canaries.updates(Mechanism(2.0, 3.0, 16, randomness, 8), plan, randomness) - updates
+    noisy = canaries.updates(Mechanism(2.0, 3.0, 16, randomness, Way(8)), plan, randomness) - updates
     assert 1.5 < noisy.std() < 2.5
 
 

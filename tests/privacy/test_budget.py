@@ -93,14 +93,14 @@ def test_epsilon_never_falls_and_only_those_who_trained_pay() -> None:
     for _ in range(3):
         trained = {run.clients[m] for m in run.sampled(run.now.round)}
         run.round()
-        now = run.spending.epsilons(run.now.memory)
+        now = run.epsilons
         risen = {name for name in now if now[name] > before.get(name, 0.0)}
         assert risen == trained & run.spending.bill.keys()
         assert all(now[name] >= value for name, value in before.items())
         before = now
 
 
-@pytest.mark.parametrize("method", ["perada", "perada-no-kd", "ditto", "fedavg", "standalone"])
+@pytest.mark.parametrize("method", ["perada", "ditto", "fedavg"])
 def test_every_noisy_step_is_in_the_ledger(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, step = [0], Mechanism.__call__
 
@@ -109,7 +109,7 @@ def test_every_noisy_step_is_in_the_ledger(method: str, monkeypatch: pytest.Monk
         return step(self, gradient, *rest)
 
     monkeypatch.setattr(Mechanism, "__call__", counted)
-    more = {"method__personal_epochs": 2} if method in ("perada", "perada-no-kd", "ditto") else {}
+    more = {"method__personal_epochs": 2} if method in ("perada", "ditto") else {}
     run = after(2, **{**DP, "method__name": method, **more})
     rows = ledger_in(run.now.memory)
     assert steps[0] == sum(sum(rows.of(name).values()) for name in rows) > 0
@@ -179,3 +179,12 @@ def test_a_checkpoint_with_a_damaged_ledger_is_not_used(whole: perada.Run) -> No
     note["memory"][SPENT][name][0][4] = -1
     with pytest.raises((ValueError, Damaged)):
         check_note(note, 4)
+
+
+def test_a_missing_accountant_is_said_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(InputError, match=r"pip install 'perada\[dp\]'"):
+        train(tmp_path / "run")
+    assert not (tmp_path / "run").exists()

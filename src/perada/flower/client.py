@@ -348,7 +348,8 @@ def _tell_round(work: Work, request: Request, entry: Entry, known: bool) -> None
     where = " (trained before, answered from the disk)" if known else ""
     work.site.log(f"round {number} of {work.config.train.rounds}: training loss {how}{where}")
     if not known:
-        work.site.state.note(request.run, {"round": number, "loss": loss, "undone": request.undone})
+        spent = {"epsilon": work.spending.epsilon} if work.spending.counts else {}
+        work.site.state.note(request.run, {"round": number, "loss": loss, **spent, "undone": request.undone})
 
 
 def _tell_scores(work: Work, request: Request, scores: Mapping[str, float | None]) -> None:

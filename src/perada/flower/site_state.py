@@ -37,7 +37,7 @@ from ..server.checks import Refused
 from .settings import MAX_ROUND, SiteSettings
 
 NOTES = "notes.jsonl"
-MEASURED = ("loss", "local_test", "local_val")  # what a row of the notes may have
+MEASURED = ("loss", "local_test", "local_val", "epsilon")  # what a row of the notes may have
 _ENTRY = re.compile(r"round-(\d{4,})")
 
 

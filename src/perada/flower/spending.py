@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ..errors import Damaged
 from ..methods import copy_epochs
 from ..privacy import Privacy
-from ..privacy.accountant import Steps
+from ..privacy.accountant import Steps, check_installed
 from ..privacy.ledger import Ledger
 from ..privacy.spending import Spending
 from ..runs.files import is_whole, read_object, sealed, write_atomic
@@ -44,6 +44,8 @@ class SiteSpending:
     def of(cls, work: Work) -> SiteSpending:
         settings, config = work.site.settings, work.config
         privacy = config.privacy
+        if privacy.of_samples:
+            check_installed()
         if settings.budget:
             privacy = replace(privacy, delta=min(privacy.delta, settings.delta))
         sizes = {settings.name: len(work.federation.clients[0].train)}

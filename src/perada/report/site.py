@@ -174,6 +174,10 @@ def over_rounds(notes: Sequence[Mapping[str, Any]], unit: str, every: int = 1) -
         about = f"{unit} in % of the site's own model on its test images (blue) and its validation images (orange)"
         title = f"Own {unit}"
         figures.append(Figure(title, about, curves(title, [s for s in scores if s.known])))
+    spent = _line("ε", 2, "epsilon", notes, 1)
+    if spent.known:
+        about = "what this site's uploads may tell about any one image, in all runs of the federation so far"
+        figures.append(Figure("ε", about, curves("ε", [spent], "epsilon")))
     return figures
 
 

@@ -354,9 +354,8 @@ def summary_of(run: Run, experiment: Experiment, row: Evaluation) -> dict[str, A
     """Returns what summary.json says: the last evaluation, and what the run cost."""
     config, federation, more = run.config, experiment.federation, dict[str, Any]()
     if (privacy := experiment.privacy).on:
-        spent = experiment.spending.epsilons(experiment.now.memory)
         options = (privacy.level, privacy.noise, privacy.clip, privacy.delta, privacy.accountant)
-        more["privacy"] = Guarantee(*options, spent, privacy.budget).as_dict()
+        more["privacy"] = Guarantee(*options, experiment.epsilons, privacy.budget).as_dict()
     if federation.multilabel and federation.clients:
         more["thresholds"] = personal_thresholds(experiment.model, experiment.personal(), federation)
     return {
