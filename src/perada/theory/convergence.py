@@ -53,8 +53,8 @@ def convergence(probe: Probe) -> Convergence:
     clients, end, last = probe.clients, visited[-1][1], points[-1]
     at, gradient = descent.client_slopes(end, probe.room(clients * (ITERATIONS + 1), FEW))
     curved = float(smoothness(gradient, at).max())
-    sigma2 = max(float(variance(p.gradients).max()) for p in points)
-    largest = max(float(squared_norm(p.gradients).max()) for p in points)
+    sigma2 = max(float(p.variance.max()) for p in points)
+    largest = max(float(squared_norm(p.gradients, p.variance).max()) for p in points)
     lam = float(getattr(probe.experiment.method, "lam", math.nan))
     personal = _personal(descent, probe.personal, end, lam, points[0].loss) if math.isfinite(lam) else None
     train, taught = probe.config.train, _taught(probe, descent)
@@ -65,7 +65,7 @@ def convergence(probe: Probe) -> Convergence:
         L_R=taught[0],
         sigma2=sigma2,
         sigma_R2=taught[1],
-        gamma=max(diversity(p.gradients) for p in points),
+        gamma=max(diversity(p.gradients, p.variance) for p in points),
         G=math.sqrt(max(largest, 0.0)),
         G_R=taught[2],
         G_P=0.0 if personal is None else personal[1],

@@ -15,7 +15,7 @@ from ..data import Federation
 from ..experiment import Experiment
 from ..lanes import Batch, Gradient, Loss, Options, State, gather, repeat, rng_of
 from ..server.distill import kl
-from .gradients import squared_norm
+from .gradients import squared_norm, variance
 from .probe import TOGETHER
 
 BATCHES = 4  # mini-batches per client whose gradients are compared
@@ -28,6 +28,11 @@ class Point:
     round: int
     gradients: Tensor  # of L_m, by mini-batches: [M, K, d]
     loss: float  # L, the mean over clients, on the same mini-batches
+
+    @cached_property
+    def variance(self) -> Tensor:
+        """`E‖g̃ − ∇L_m‖²` per client, `[M]`."""
+        return variance(self.gradients)
 
     @property
     def squared_norm(self) -> float:

@@ -15,20 +15,27 @@ STEP = 1e-3  # of the finite difference, relative to the length of the parameter
 
 def variance(batches: Tensor) -> Tensor:
     """Returns `E‖g̃ − E g̃‖²` from mini-batch gradients `[..., K, d]`, without bias; K is at least 2."""
-    return (batches - batches.mean(-2, keepdim=True)).square().sum((-2, -1)) / (batches.shape[-2] - 1)
+    return (batches - batches.mean(-2, keepdim=True)).square_().sum((-2, -1)) / (batches.shape[-2] - 1)
 
 
-def squared_norm(batches: Tensor) -> Tensor:
-    """Returns `‖E g̃‖²` from mini-batch gradients `[..., K, d]`, without bias: it may be a little below zero."""
-    return batches.mean(-2).square().sum(-1) - variance(batches) / batches.shape[-2]
+def squared_norm(batches: Tensor, noise: Tensor | None = None) -> Tensor:
+    """Returns `‖E g̃‖²` from mini-batch gradients `[..., K, d]`, without bias: it may be a little below zero.
+
+    noise: their variance, if it is known.
+    """
+    noise = variance(batches) if noise is None else noise
+    return batches.mean(-2).square_().sum(-1) - noise / batches.shape[-2]
 
 
-def diversity(batches: Tensor) -> float:
-    """Returns γ̄, the mean of `‖∇L_m − ∇L‖²` over clients, from mini-batch gradients `[M, K, d]`, without bias."""
+def diversity(batches: Tensor, noise: Tensor | None = None) -> float:
+    """Returns γ̄, the mean of `‖∇L_m − ∇L‖²` over clients, from mini-batch gradients `[M, K, d]`, without bias.
+
+    noise: their variance, if it is known.
+    """
     clients, count = batches.shape[:2]
-    means = batches.mean(1)
-    spread = (means - means.mean(0)).square().sum(-1).mean()
-    return max(0.0, float(spread - (1 - 1 / clients) * variance(batches).mean() / count))
+    means, noise = batches.mean(1), variance(batches) if noise is None else noise
+    spread = (means - means.mean(0)).square_().sum(-1).mean()
+    return max(0.0, float(spread - (1 - 1 / clients) * noise.mean() / count))
 
 
 def smoothness(gradient: Callable[[Tensor], Tensor], at: Tensor, iterations: int = ITERATIONS, seed: int = 0) -> Tensor:
@@ -42,11 +49,11 @@ def smoothness(gradient: Callable[[Tensor], Tensor], at: Tensor, iterations: int
     direction /= direction.norm(dim=1, keepdim=True)
     base, step = gradient(at), STEP * at.norm(dim=1, keepdim=True).clamp(min=1)
     largest = torch.zeros(len(at), dtype=at.dtype, device=at.device)
-    for _ in range(iterations):
-        image = (gradient(at + step * direction) - base) / step
+    for _ in range(iterations):  # in place: 20 clients' points of a ResNet-18 have 200 MB
+        image = gradient(direction.mul_(step).add_(at)).sub_(base).div_(step)
         length = image.norm(dim=1)
         largest = torch.maximum(largest, length)
-        direction = image / length.clamp(min=1e-30).unsqueeze(1)
+        direction = image.div_(length.clamp(min=1e-30).unsqueeze(1))
     return largest
 
 
