@@ -43,15 +43,16 @@ class RoundCost:
 
 
 def round_cost(
-    method: Method, made: Backbone, classes: int, images: int = IMAGES, batch: int = BATCH, adapt_from: str = ""
+    method: Method, made: Backbone, classes: int, images: int = IMAGES, batch: int = BATCH, *, adapt_from: str = ""
 ) -> RoundCost:
     """Returns what one round of a method costs one client, on the CPU in float32.
 
-    adapt_from: the first stage that is adapted, as in `ModelOptions`. The frozen stages before it run in every pass.
+    adapt_from: the first stage that is adapted; empty for all. The frozen stages before it run in every pass.
     """
     adapter = (fitting(made.net, made.head) or Residual()) if method.parts.adapters else None
-    start, trained = made.first_adapted(adapt_from), method.parts.trains
-    model = adapt(made.net, adapter=adapter, trained=trained, head=made.head, start=start).to("cpu", torch.float32)
+    trained = method.parts.trains
+    model = adapt(made.net, adapter=adapter, trained=trained, head=made.head, start=adapt_from)
+    model = model.to("cpu", torch.float32)
     federation = _client(images, classes, made.size or SIZE)
     options = Train(rounds=1, epochs=1, batch=batch, lr=1e-3)
     _, received, kept = method.init(model)
