@@ -5,8 +5,8 @@
     perada predict runs/sites --client north sites/north/two/000.png
     perada drift runs/sites --client south sites/north          # are these images like those of south?
 
-Each site scans in its own way: north plainly, south in white on black, west dark and blurred. And each sees other digits
-more often. So each site gains from a model of its own, and can tell whether images are like its own.
+Each site scans in its own way: north plainly, south in white on black, west dark and blurred. And each sees other
+digits more often. So each site gains from a model of its own, and can tell whether images are like its own.
 """
 
 from __future__ import annotations
