@@ -197,7 +197,9 @@ class Case:
         return f"{self.method} {who}, {self.aggregate}, seed {self.seed}"
 
 
-def measure(case: Case, rounds: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+def measure(
+    case: Case, rounds: int, settings: Mapping[str, Any], siege: Callable[..., Siege] = Siege
+) -> dict[str, Any]:
     """Trains a case and returns its scores in percent."""
     torch.set_num_threads(1)
     keys = {**SETTINGS, "method.name": case.method, "train.aggregate": case.aggregate, "train.rounds": rounds}
@@ -205,7 +207,7 @@ def measure(case: Case, rounds: int, settings: Mapping[str, Any]) -> dict[str, A
     hostile = np.random.default_rng(case.seed).choice(CLIENTS, 2, replace=False).tolist()
 
     def cohort(experiment: Experiment) -> Siege:
-        return Siege(experiment, hostile, case.attack, case.until, not case.attack and case.clients == CLIENTS)
+        return siege(experiment, hostile, case.attack, case.until, not case.attack and case.clients == CLIENTS)
 
     sim = build(config, cohort=cohort)
     real = sim.federation

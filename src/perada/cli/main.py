@@ -224,6 +224,7 @@ def methods(
 ) -> None:
     """List the methods, with the parameters that a client trains and sends per round."""
     made = network_of(backbone, classes)  # refuses an unknown backbone; a method that does not fit is only left out
+    start = made.first_adapted(adapt_from)
     method_sizes("fedavg", backbone, classes, adapt_from=adapt_from)  # refuses an unknown stage
     sizes, costs = {}, {}
     for name in REGISTRY:
@@ -233,9 +234,8 @@ def methods(
             say(f"{name} cannot train {backbone}: {error}")
             continue
         if cost:
-            costs[name] = round_cost(make_method(name, {}), made, classes, adapt_from=adapt_from)
+            costs[name] = round_cost(make_method(name, {}), made, classes, adapt_from=start)
     rows = [{"name": n, **size, **({"cost": asdict(costs[n])} if cost else {})} for n, size in sizes.items()]
-    start = made.first_adapted(adapt_from)
     title = f"{backbone}{f' from {start} on' if start else ''}"
     show(as_json, rows, tables.methods(sizes, title, classes, costs))
 
