@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from perada.errors import InputError
-from perada.privacy.accountant import Accountant, Step, _divergences, _orders, epsilon, solve
+from perada.privacy.accountant import Accountant, Step, _divergences, _grid, _orders, epsilon, solve
 
 dp = pytest.importorskip("dp_accounting")
 from dp_accounting import pld, rdp  # noqa: E402
@@ -91,6 +91,19 @@ def test_the_rdp_of_a_plain_draw_is_the_library_s() -> None:
     step, counter = Step(500, 0.1, 500, 1.2), rdp.RdpAccountant()
     counter.compose(dp.PoissonSampledDpEvent(0.1, dp.GaussianDpEvent(1.2)), 100)
     assert epsilon({step: 100}, DELTA, "rdp") == pytest.approx(counter.get_epsilon(DELTA), rel=1e-6)
+
+
+def test_steps_on_different_grids_are_composed() -> None:
+    """A site's ledger adds up runs with different noise; their distributions have different grids."""
+    one, other = Step(2000, 0.03, 2000, 1.0), Step(2000, 0.03, 2000, 4.0)
+    assert _grid(one) != _grid(other)
+    alone = [epsilon({step: 100}, DELTA) for step in (one, other)]
+    assert max(alone) < epsilon({one: 100, other: 100}, DELTA) < sum(alone)
+
+
+def test_a_draw_that_is_always_cut_off_has_a_bound_under_rdp() -> None:
+    """All samples are drawn and fewer stay, so one always takes another's place."""
+    assert epsilon({Step(20, 1.0, 20, 4.0): 3}, DELTA, "rdp") < epsilon({Step(20, 1.0, 10, 4.0): 3}, DELTA, "rdp") < 40
 
 
 def test_no_noise_is_no_privacy() -> None:

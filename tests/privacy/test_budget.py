@@ -168,6 +168,8 @@ def test_a_target_is_solved_once_and_written_down(tmp_path: Path) -> None:
     steps = [step for name in ledger_in(run.experiment.now.memory).spent.values() for step in name]
     assert {step.noise for step in steps} == {noise}
     assert isinstance(steps[0], Step)
+    longer = perada.train(out=tmp_path / "run", resume=True, set={"train.rounds": 3})
+    assert max(longer.summary["privacy"]["epsilon"]["per_client"].values()) <= 5.0, "more rounds do not pass it"
 
 
 def test_a_checkpoint_with_a_damaged_ledger_is_not_used(whole: perada.Run) -> None:

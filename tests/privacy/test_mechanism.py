@@ -103,6 +103,19 @@ def test_one_sample_moves_the_step_by_at_most_the_bound():
     assert float((with_it - base).norm()) > 0.19 * LR / BATCH
 
 
+def test_no_loss_is_so_large_that_a_lane_fails():
+    """A hostile server may send weights for which two of certain images would make the sum of losses infinite."""
+    model = linear(12, 2)
+    state, samples = lanes_of(model, 1, torch.float32), samples_of(2, (2,), torch.float32)
+    next(t for n, t in state.params.items() if n.endswith("weight"))[0, 0, 0] = -2e38
+    samples.images[:] = 0.0
+    samples.images[:, 0, 0, 0] = 1.0
+    samples.targets[:] = 0
+    slopes, running = Mechanism(5.0, 1.0, BATCH, Secret(CPU), Way(3)), Options(norm="running")
+    done = sgd(model, state, Fixed(samples), sample_loss, [LR], [1], options=running, slopes_of=slopes)
+    assert done.finite.all()
+
+
 @pytest.mark.parametrize("value", [torch.inf, torch.nan, 1e300])
 def test_a_sample_that_is_not_finite_counts_as_zero(value):
     model = linear(12, 3)

@@ -74,18 +74,24 @@ def _epsilon(spent: tuple[tuple[Step, int], ...], delta: float, accountant: Acco
 # Privacy loss distributions
 
 
-def _pld(spent: Iterable[tuple[Step, int]], delta: float) -> float:
-    first, *others = (_distribution(step).self_compose(count) for step, count in spent)
+def _pld(spent: Sequence[tuple[Step, int]], delta: float) -> float:
+    grid = min(_grid(step) for step, _ in spent)  # distributions on different grids cannot be composed
+    first, *others = (_distribution(step, grid).self_compose(count) for step, count in spent)
     for one in others:
         first = first.compose(one)
     return float(first.get_epsilon_for_delta(delta))
 
 
+def _grid(step: Step) -> float:
+    """Returns the power of ten that is fine enough for the privacy loss of one step."""
+    usual = step.probability / step.noise  # its usual size
+    return float(10.0 ** math.floor(math.log10(min(COARSEST, max(FINEST, usual / 20)))))
+
+
 @lru_cache(maxsize=10_000)
-def _distribution(step: Step) -> Any:
-    """Returns the privacy loss of one step, on the grid of powers of ten that is fine enough for it."""
-    pld, usual = _library().pld.privacy_loss_distribution, step.probability / step.noise  # its usual size
-    grid = 10.0 ** math.floor(math.log10(min(COARSEST, max(FINEST, usual / 20))))
+def _distribution(step: Step, grid: float) -> Any:
+    """Returns the privacy loss of one step, on a grid."""
+    pld = _library().pld.privacy_loss_distribution
     if step.most < step.samples:
         return pld.from_truncated_subsampled_gaussian_mechanism(
             step.samples, step.probability, step.most, step.noise, value_discretization_interval=grid
@@ -96,7 +102,7 @@ def _distribution(step: Step) -> Any:
 # Rényi differential privacy
 
 
-def _rdp(spent: Iterable[tuple[Step, int]], delta: float) -> float:
+def _rdp(spent: Sequence[tuple[Step, int]], delta: float) -> float:
     rdp = _library().rdp
     orders = _orders()
     total = sum(count * _divergences(step) for step, count in spent)
@@ -134,6 +140,8 @@ def _divergences(step: Step) -> Any:
         return plain
     stays = float(binom.sf(most, n, q)) * most / n / crowded
     replaced = of(min(1.0, stays), step.noise / 2)
+    if crowded >= 1:
+        return replaced
     more = np.asarray(_orders()) - 1
     return np.logaddexp(math.log1p(-crowded) + more * plain, math.log(crowded) + more * replaced) / more
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from ..lanes import Gradient, Group, Samples, State, Way, exact_products, sample_gradients, sent, trained_names
 from .randomness import Randomness
 
+MOST_LOSS = 1e6  # of a sample: a sum of larger ones might overflow, and a lane that fails would tell of its samples
+
 
 @dataclass(frozen=True)
 class Mechanism:
@@ -36,7 +38,7 @@ class Mechanism:
         for piece in sample_gradients(model, state, batch, gradient.loss, self.way, of):
             with exact_products(model.compute):
                 factors = clipping(piece.squares(losses.dtype), self.clip)
-                each = piece.losses.to(losses.dtype).nan_to_num(0.0, 0.0, 0.0)
+                each = piece.losses.to(losses.dtype).nan_to_num(0.0, 0.0, 0.0).clamp(-MOST_LOSS, MOST_LOSS)
                 if piece.present is not None:
                     factors, each = factors * piece.present, each * piece.present
                 losses.index_add_(0, piece.owner, each)

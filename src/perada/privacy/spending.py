@@ -81,7 +81,8 @@ class Spending:
     def solved(self, rounds: int) -> Privacy:
         """Returns the options with the least noise for which no client passes `Privacy.target` in so many rounds.
 
-        Every client is taken to train in every round. That is exact with full participation, and safe otherwise.
+        Every client is taken to train in every round. That is exact with full participation, and safe otherwise. The
+        target becomes the budget, if there is none, so that a run that is prolonged keeps it, too.
         """
         check_installed()
 
@@ -89,7 +90,7 @@ class Spending:
             return list(replace(self, privacy=replace(self.privacy, noise=noise, target=0.0)).bills(rounds).values())
 
         noise = solve(bills, self.privacy.target, self.privacy.delta, self.privacy.accountant)
-        return replace(self.privacy, noise=noise, target=0.0)
+        return replace(self.privacy, noise=noise, target=0.0, budget=self.privacy.budget or self.privacy.target)
 
 
 def ledger_in(memory: Mapping[str, Any]) -> Ledger:
