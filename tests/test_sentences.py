@@ -110,6 +110,8 @@ def test_commands_in_sentences_run(
         more += [w for key, value in TINY.items() for w in ("--set", f"{key}={value}")]
     elif words[0] in ("train", "compare") and "--resume" not in words:
         more += FEW
+    if "digits-dp" in words:
+        more += ["--set", "distill.guard=none"]  # clients send no scores
     if words[0] == "train":
         more += ["--out", "out", "--overwrite"] if "--resume" not in words else []
     code = cli.main([*words, *more])
