@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from flower.wire import SITES, World, make_world, run
+from flower.wire import SITES, World, make_world, run, write_server
 from perada.errors import Damaged, InputError
 from perada.flower import app
-from perada.flower.messages import flat
+from perada.flower.client import handle
+from perada.flower.messages import Reply, Request, flat, message, read_reply
 from perada.flower.personal import site_page
 from perada.flower.settings import Plan, ServerSettings
 from perada.flower.spending import FILE, SiteSpending
+from perada.lanes import repeat
+from perada.privacy.mechanism import Mechanism
 from perada.server.checks import Refused
 
 pytest.importorskip("dp_accounting")
@@ -29,6 +34,8 @@ DP: dict[str, Any] = {
     "train__cohort": 0,
     "train__batch": 4,
 }
+
+KINDS = ("hello", "weights", "train", "score", "evaluate", "finish")
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +63,14 @@ def steps(world: World, site: str) -> int:
 
 def per_round(world: World, site: str) -> int:
     return sum(spending(world, site).spending.bill[site].values())
+
+
+@pytest.fixture(scope="module")
+def world_once(tmp_path_factory: pytest.TempPathFactory) -> World:
+    app._site.cache_clear()
+    world = make_world(tmp_path_factory.mktemp("once"), **{**DP, "train__rounds": 1})
+    run(world)
+    return world
 
 
 def test_every_number_that_leaves_a_site(tmp_path: Path) -> None:
@@ -91,12 +106,87 @@ def test_every_number_that_leaves_a_site(tmp_path: Path) -> None:
                 uploads += 1
                 assert moved.mean() > 0.95, name  # noise is on every number that is trained
     assert uploads > 50 < fixed
+    assert {kind for direction, _, kind, _, _ in grid.log if direction == "up"} == {"hello", "train", "evaluate"}
     row = json.loads((path / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["train_loss"] is None
     assert row["local_test"]["mean"] is None
     summary = json.loads((path / "summary.json").read_text())
     assert summary["privacy"]["epsilon"]["per_client"] == {}  # each site knows its own
     assert summary["privacy"]["noise"] == 2.0
+
+
+def ledger_file(world: World, site: str) -> Path:
+    return world.site(site).state.path / FILE
+
+
+def asked(world: World, site: str, kind: str, plan: str, run: str = "asked-0123abcd", round: int = 0) -> RecordDict:
+    """The reply to a request that an honest server might not send."""
+    work = world.site(site).work(plan)
+    lanes = len(work.experiment.distill.judged()) if kind == "score" else 1
+    request = Request("digits", run, round, kind, plan, evaluate=True, within=20.0)
+    return handle(world.site(site), message(request, repeat(work.experiment.now.broadcast, lanes)))
+
+
+def plan_of(world: World, **tables: dict[str, Any]) -> str:
+    """The plan of a server that changes some settings of it."""
+    state = world.site("east").state
+    note = json.loads(state.load_broadcast(state.runs()[0])[0])
+    note["config"] |= {name: {**note["config"][name], **table} for name, table in tables.items()}
+    return json.dumps(note, sort_keys=True)
+
+
+@pytest.fixture
+def noisy_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per noisy step of any lane."""
+    steps: list[int] = []
+    original = Mechanism.__call__
+
+    def counted(self: Mechanism, gradient: Any, *rest: Any) -> Any:
+        steps.extend(gradient.batch.lanes)
+        return original(self, gradient, *rest)
+
+    monkeypatch.setattr(Mechanism, "__call__", counted)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("evaluate", ""),
+        ("score", "with differential privacy it sends no validation losses"),
+        ("finish", "perada has no last stage"),
+    ],
+)
+def test_no_number_leaves_a_site_by_any_request_of_a_private_plan(tmp_path: Path, kind: str, error: str) -> None:
+    world = make_world(tmp_path, **{**DP, "train__rounds": 1})
+    path, _ = run(world)
+    run_id = json.loads((path / "flower.json").read_text())["run"]
+    content = asked(world, "east", kind, plan_of(world), run_id, 1)
+    assert set(content) == {"about", "numbers"}
+    assert dict(content["numbers"]) == {}
+    assert read_reply(content) == Reply("digits", run_id, 1, kind, "east", error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "method",
+    [{"name": "fedrep", "shared_epochs": 20}, {"name": "fedalt-output"}, {"name": "fedavg-ft"}],
+    ids=lambda method: method["name"],
+)
+def test_a_site_refuses_a_method_that_does_more_than_it_pays_for(
+    world_once: World, method: dict[str, Any], kind: str, noisy_steps: list[int]
+) -> None:
+    plan = plan_of(world_once)
+    note = json.loads(plan)
+    note["config"]["method"] = method
+    before = ledger_file(world_once, "east").read_bytes()
+    content = asked(world_once, "east", kind, json.dumps(note, sort_keys=True))
+    error = read_reply(content).error
+    assert "has no differential privacy: use perada" in error
+    assert "\n" not in error
+    assert "state" not in content
+    assert noisy_steps == []
+    assert ledger_file(world_once, "east").read_bytes() == before
 
 
 def test_a_site_s_ledger_has_every_round_of_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,16 +266,87 @@ def test_a_stricter_budget_of_a_site_counts_with_its_own_delta(tmp_path: Path) -
     assert json.loads((path / "summary.json").read_text())["round"] == 4
 
 
-def test_a_site_with_a_budget_refuses_a_plan_without_noise(tmp_path: Path) -> None:
-    world = make_world(tmp_path, **{**DP, "privacy__noise": 0.0, "train__rounds": 1})
+BARE: dict[str, dict[str, Any]] = {
+    "no noise": {"privacy": {"noise": 0.0}, "distill": {"guard": "clients"}},
+    "level client": {"privacy": {"level": "client"}, "train": {"aggregate": "mean"}},
+    "last stage": {"privacy": {"noise": 0.0}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bare", BARE)
+def test_a_site_with_a_budget_answers_nothing_without_noise_of_its_own(tmp_path: Path, bare: str, kind: str) -> None:
+    world = make_world(tmp_path, **{**DP, "train__rounds": 1})
+    settings(world, "east", budget=50.0)
+    run(world)
+    note = json.loads(plan_of(world, **BARE[bare]))
+    if bare == "last stage":
+        note["config"]["method"] = {"name": "fedavg-ft"}
+    before = ledger_file(world, "east").read_bytes()
+    content = asked(world, "east", kind, json.dumps(note, sort_keys=True))
+    assert read_reply(content).error == (
+        "it takes part with differential privacy of its samples only (Privacy.level=sample)"
+    )
+    assert dict(content["numbers"]) == {}
+    assert "state" not in content
+    assert world.site("east").trained == 1
+    assert ledger_file(world, "east").read_bytes() == before
+
+
+def test_a_site_with_a_budget_sends_no_number_to_a_server_without_noise(tmp_path: Path) -> None:
+    set = {**DP, "privacy__noise": 0.0, "train__rounds": 1, "distill__guard": "clients"}
+    world = make_world(tmp_path, {"hello_s": 0.5}, **set)
     settings(world, "east", budget=5.0)
-    path, _ = run(world)
+    path, grid = run(world)
     events = (path / "events.jsonl").read_text()
     assert "it takes part with differential privacy of its samples only" in events
     assert world.trained() == {"east": 0, "north": 1, "west": 1}
+    sent = [content["numbers"] for direction, site, *_, content in grid.log if (direction, site) == ("up", "east")]
+    assert sent
+    assert not any(map(dict, sent))
 
 
-def test_at_level_client_the_server_knows_epsilon_and_sites_pay_nothing(tmp_path: Path) -> None:
+def test_rounds_without_noise_make_a_site_s_epsilon_infinite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = make_world(tmp_path, **{**DP, "privacy__noise": 0.0, "train__rounds": 1})
+    run(world)
+    assert "ε" not in capsys.readouterr().err  # it is of no interest to who never asked for privacy
+    world.settings = write_server(world.home, **{**DP, "train__rounds": 1})
+    settings(world, "east", budget=50.0)
+    app._site.cache_clear()
+    path, _ = run(world, "another")
+    assert world.trained() == {"east": 0, "north": 1, "west": 1}
+    assert "train: its privacy budget is spent" in (path / "events.jsonl").read_text()
+    assert "ε ∞: images were used in a run without differential privacy" in capsys.readouterr().err
+    assert spending(world, "north").epsilon == math.inf
+    north = world.site("north")
+    assert north.state.notes(north.state.runs()[-1])[0]["loss"] > 0  # infinity in it would make a row unreadable
+    site_page(north.settings).write(tmp_path / "page.html")
+
+
+def test_a_last_stage_without_noise_is_written_down_too(tmp_path: Path) -> None:
+    world = make_world(tmp_path, method__name="fedavg-ft", train__rounds=1, train__cohort=0)
+    counts: dict[str, int] = {}
+
+    def meddle(site: str, kind: str, round: int, reply: Any) -> Any:
+        counts[kind] = steps(world, site) if kind != "hello" else 0
+        return reply
+
+    run(world, meddle=meddle)
+    assert counts["finish"] == 2 * counts["train"] > 0
+
+
+def test_a_site_without_privacy_needs_no_library_for_its_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    world = make_world(tmp_path, train__rounds=1)
+    run(world)
+    assert sum(world.trained().values()) > 1
+
+
+def test_at_level_client_the_server_knows_epsilon_and_that_of_a_site_s_uploads_is_infinite(tmp_path: Path) -> None:
     world = make_world(
         tmp_path, **{**DP, "privacy__level": "client", "train__aggregate": "mean", "privacy__clip": 0.001}
     )
@@ -194,7 +355,27 @@ def test_at_level_client_the_server_knows_epsilon_and_sites_pay_nothing(tmp_path
     assert set(epsilons) == set(SITES)
     assert len(set(epsilons.values())) == 1
     assert min(epsilons.values()) > 0
-    assert not any((world.site(site).state.path / FILE).exists() for site in SITES)
+    assert {spending(world, site).epsilon for site in SITES} == {math.inf}
+    assert world.trained() == dict.fromkeys(SITES, 2)  # the plan's own promise is another one, and goes on
+
+
+def test_a_missing_ledger_stops_a_site_that_has_trained(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **{**DP, "train__rounds": 1})
+    run(world)
+    ledger_file(world, "east").unlink()
+    with pytest.raises(Damaged, match=r"privacy.json is missing: restore it from a backup"):
+        spending(world, "east").check()
+    path, _ = run(world, "another")
+    assert world.trained()["east"] == 1
+    assert "train: bad input at the site, see its log" in (path / "events.jsonl").read_text()
+
+
+def test_a_missing_ledger_of_runs_without_privacy_is_infinite(tmp_path: Path) -> None:
+    """Versions before this one wrote none."""
+    world = make_world(tmp_path, **{**DP, "privacy__noise": 0.0, "train__rounds": 1})
+    run(world)
+    ledger_file(world, "east").unlink()
+    assert spending(world, "east").epsilon == math.inf
 
 
 def test_a_damaged_ledger_stops_the_site(tmp_path: Path) -> None:

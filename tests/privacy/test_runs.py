@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from small import SMALL, small
 
 import perada
+from perada.client.trainer import Trainer
 from perada.config import build, from_tables, resolve
 from perada.errors import InputError
 from perada.experiment import Experiment
-from perada.lanes import State, ways
-from perada.methods import REGISTRY
+from perada.lanes import State, repeat, split, stack, ways
+from perada.methods import REGISTRY, FedAvg
 from perada.privacy import training
+from perada.privacy.mechanism import Mechanism
 
 from .networks import record_all
 
@@ -133,6 +137,51 @@ def test_a_step_of_a_methods_own_is_refused():
     trainer = exp.trainer([0])
     with pytest.raises(InputError, match="no differential privacy"):
         trainer.loop((exp.now.broadcast,), lambda gradient, states: states)
+
+
+@dataclass(frozen=True)
+class Twice(FedAvg):
+    """Says that it trains privately, and trains more than the ledger knows of."""
+
+    how: str = "again"
+
+    def client_update(self, trainer: Trainer, w: State, kept: State) -> tuple[State, State]:
+        start = repeat(w, len(trainer.clients))
+        if self.how == "longer":
+            return trainer.sgd(start, epochs=3), kept
+        if self.how == "two copies":
+            return split(trainer.sgd(stack(start, start)), 2)[1], kept
+        return trainer.sgd(trainer.sgd(start)), kept
+
+
+@dataclass(frozen=True)
+class Last(FedAvg):
+    def finish(self, trainer: Trainer, received: State, kept: State) -> State:
+        return trainer.sgd(repeat(received, len(trainer.clients)))
+
+
+@pytest.mark.parametrize(
+    ("how", "why"), [("again", "one training in a round"), ("longer", "not .3."), ("two copies", "not .1, 1.")]
+)
+def test_training_that_the_ledger_does_not_know_of_is_refused(how, why, monkeypatch):
+    exp = made(method__name="fedavg")
+    steps, original = [0], Mechanism.__call__
+
+    def counted(self, gradient, *rest):
+        steps[0] += len(gradient.batch.lanes)
+        return original(self, gradient, *rest)
+
+    monkeypatch.setattr(Mechanism, "__call__", counted)
+    exp = Experiment(exp.net, exp.federation, Twice(how), privacy=perada.Privacy(noise=1.0), train=exp.train)
+    with pytest.raises(InputError, match=f"differential privacy accounts for .*{why}"):
+        exp.round()
+    assert steps[0] <= sum(exp.trainer(exp.sampled(0)).steps)
+
+
+def test_a_private_method_with_a_last_stage_is_refused():
+    exp = made(method__name="fedavg")
+    with pytest.raises(InputError, match="Last has no last stage, because it is not accounted for"):
+        Experiment(exp.net, exp.federation, Last(), privacy=perada.Privacy(noise=1.0), train=exp.train)
 
 
 def test_recorded_matrices_train_as_others(monkeypatch):

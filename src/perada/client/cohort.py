@@ -13,7 +13,7 @@ from ..data import Federation
 from ..errors import InputError
 from ..lanes import LaneModel, State, bytes_per_lane, gather, repeat, scatter
 from ..lanes.machine import free_memory, precision_of
-from ..methods import Finisher, Judge, Method, check_upload
+from ..methods import Finisher, Judge, Method, check_upload, copy_epochs
 from ..privacy import Privacy
 from ..server.aggregate import ABSURD, Norms, Rule
 from .scores import Scores, personal_scores
@@ -142,7 +142,8 @@ class LocalCohort:
 
     def trainer_of(self, clients: Sequence[int], round: int) -> Trainer:
         """Returns what the method sees of these clients in a round."""
-        return Trainer(self.model, self.federation, clients, round, self.seed, self.options, self.lanes, self.privacy)
+        words = (self.model, self.federation, clients, round, self.seed, self.options, self.lanes, self.privacy)
+        return Trainer(*words, copy_epochs(self.method, self.options.epochs))
 
     def fit_lanes(self, options: RunOptions) -> str:
         """Chooses how many lanes train at once, by the free memory; returns a line that says so."""

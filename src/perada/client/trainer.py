@@ -83,6 +83,7 @@ class Trainer:
     options: Train
     lanes_at_once: int = 0  # 0: all
     privacy: Privacy = field(default_factory=Privacy)
+    booked: Sequence[int] = ()  # epochs of each copy for which a client pays with its privacy; () where nobody counts
     _done: list[Result] = field(default_factory=list, init=False, repr=False)  # reading it waits for a GPU
 
     @property
@@ -117,7 +118,8 @@ class Trainer:
 
         of: the group that is trained; the rest stays as it is, running statistics too.
         pull: (centre, strength) adds `strength · (p − centre)` to the gradient.
-        Strength, lr and epochs are one number, or one per copy. A second call in a round sees the same mini-batches.
+        Strength, lr and epochs are one number, or one per copy. A second call in a round sees the same mini-batches;
+        with differential privacy of samples it is refused.
         """
         if of is not None and not of.params & lanes.params.keys():
             return lanes
@@ -162,10 +164,11 @@ class Trainer:
         epochs: int | Sequence[int] | None,
     ) -> State:
         """Trains with the gradients of DP-SGD. Every copy of the cohort draws its own batches and noise."""
-        owners, training = list(self.clients) * self._copies(lanes), len(self._done)
+        owners = list(self.clients) * self._copies(lanes)
         many = self._per_lane(lanes, self.options.epochs if epochs is None else epochs)
+        self._check_booked([int(e) for e in many[:: len(self.clients)]])
         keys = [
-            (self.seed, self.round, self.federation.clients[c].name, f"private {training}.{k // len(self.clients)}")
+            (self.seed, self.round, self.federation.clients[c].name, f"private 0.{k // len(self.clients)}")
             for k, c in enumerate(owners)
         ]
         options = Options(self.options.momentum, self.options.weight_decay, norm="running")
@@ -186,6 +189,14 @@ class Trainer:
             self.lanes_at_once,
         )
         return self._trained(done)[0]
+
+    def _check_booked(self, epochs: list[int]) -> None:
+        """Refuses a training of which the ledger would not know. epochs: of each copy."""
+        first = "differential privacy accounts for "
+        if self._done:
+            raise InputError(f"{first}one training in a round: call trainer.sgd once, with all copies")
+        if self.booked and sorted(epochs) != sorted(self.booked):
+            raise InputError(f"{first}{list(self.booked)} epochs of a client's copies in a round, not {epochs}")
 
     def _batches(self, lanes: State, epochs: int | Sequence[int] | None) -> tuple[ClientBatches, list[int]]:
         """Returns the batches of the lanes' clients, and the steps of each lane."""

@@ -38,7 +38,7 @@ from .messages import UNDONE, Numbers, Reply, Request, digest, message, read_req
 from .settings import MAX_ROUND, Plan, SiteSettings, is_run_id
 from .site_data import public_test, site_federation
 from .site_state import Entry, SiteState
-from .spending import SiteSpending
+from .spending import SiteSpending, check_plan
 
 
 class NeedsWeights(Exception):
@@ -213,6 +213,7 @@ def _handle(site: Site, request: Request, content: RecordDict) -> RecordDict:
         raise Refused("the plan is another federation's")
     if site.settings.methods and work.config.method_name not in site.settings.methods:
         raise Refused(f"it does not take part in method {work.config.method_name!r}")
+    check_plan(work.config, site.settings.budget)
     if request.kind == "hello":
         return _hello(work, request)
     if request.kind == "score":
@@ -308,7 +309,9 @@ def _finish(work: Work, request: Request, received: State) -> RecordDict:
     seen = digest(received, request.plan, request.start, "finish")
     entry = work.site.state.answered(request.run, request.round, seen)
     if entry is None:
+        work.spending.check()
         kept, report = work.cohort.finish(replace(work.experiment.now, round=request.round, broadcast=received))
+        work.spending.pay()
         entry = _saved(work, request, seen, kept, State(), report)
     numbers = _scores(work, request, received, work.experiment.here(entry.kept)) if request.evaluate else {}
     return work.site.reply(request, numbers=numbers, failed=bool(entry.said["failed"]))
@@ -348,7 +351,7 @@ def _tell_round(work: Work, request: Request, entry: Entry, known: bool) -> None
     where = " (trained before, answered from the disk)" if known else ""
     work.site.log(f"round {number} of {work.config.train.rounds}: training loss {how}{where}")
     if not known:
-        spent = {"epsilon": work.spending.epsilon} if work.spending.counts else {}
+        spent = {"epsilon": e} if work.spending.counts and math.isfinite(e := work.spending.epsilon) else {}
         work.site.state.note(request.run, {"round": number, "loss": loss, **spent, "undone": request.undone})
 
 

@@ -22,7 +22,7 @@ class Parts:
     adapters: bool = False  # whether the model gets adapters
     distils: bool = False  # whether the server needs public images
     global_model: bool = True  # whether what is sent, where it is a whole model, is one that is trained to predict
-    private: bool = False  # whether its clients train by `Trainer.sgd` alone, so that they can train with DP-SGD
+    private: bool = False  # whether its clients train by one `Trainer.sgd` alone, so that they can train with DP-SGD
     own_step: bool = False  # whether it writes its own step, to which train.momentum does not apply
 
     @classmethod

@@ -7,7 +7,7 @@ from ..client.trainer import Train
 from ..data import VALIDATION, Federation
 from ..errors import InputError
 from ..fields import check_fields
-from ..methods import Method
+from ..methods import Finisher, Method
 from ..predict.drift import Drift
 from ..privacy import Privacy
 from ..server.distill import Distill
@@ -59,6 +59,8 @@ def check_private(method: Method, train: Train, distill: Distill, drift: Drift, 
     if not parts.private or (parts.shares is None and not samples):
         what = "Privacy.level=client" if parts.private else "differential privacy"
         raise InputError(f"{name} has no {what}: use perada, perada-no-kd, ditto or fedavg, or set Privacy.noise to 0")
+    if isinstance(method, Finisher):
+        raise InputError(f"{first}{name} has no last stage, because it is not accounted for: set Privacy.noise to 0")
     if parts.distils and distill.steps and distill.guard == "clients":
         raise InputError(f"{first}clients send no validation scores: set Distill.guard to none or server")
     if parts.distils and distill.steps and distill.data == VALIDATION:
