@@ -10,16 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 
-from flower.wire import SITES, World, make_world, run
+from flower.test_faults import values
+from flower.wire import SITES, Meddle, World, make_world, run
 from perada.errors import Damaged, InputError
 from perada.flower import app
 from perada.flower.messages import flat
 from perada.flower.personal import site_page
 from perada.flower.settings import Plan, ServerSettings
 from perada.flower.spending import FILE, SiteSpending
+from perada.lanes import State
 from perada.server.checks import Refused
+from perada.server.private import ClientPrivacy
 
 pytest.importorskip("dp_accounting")
 DP: dict[str, Any] = {
@@ -29,6 +32,7 @@ DP: dict[str, Any] = {
     "train__cohort": 0,
     "train__batch": 4,
 }
+OF_CLIENTS = {**DP, "privacy__level": "client", "train__aggregate": "mean", "privacy__clip": 0.001}
 
 
 @pytest.fixture(autouse=True)
@@ -186,15 +190,51 @@ def test_a_site_with_a_budget_refuses_a_plan_without_noise(tmp_path: Path) -> No
 
 
 def test_at_level_client_the_server_knows_epsilon_and_sites_pay_nothing(tmp_path: Path) -> None:
-    world = make_world(
-        tmp_path, **{**DP, "privacy__level": "client", "train__aggregate": "mean", "privacy__clip": 0.001}
-    )
+    world = make_world(tmp_path, **OF_CLIENTS)
     path, _ = run(world)
     epsilons = json.loads((path / "summary.json").read_text())["privacy"]["epsilon"]["per_client"]
     assert set(epsilons) == set(SITES)
     assert len(set(epsilons.values())) == 1
     assert min(epsilons.values()) > 0
     assert not any((world.site(site).state.path / FILE).exists() for site in SITES)
+
+
+def odd_statistics(site: str, kind: str, round: int, reply: Message) -> Message:
+    """West's variances are those of other images."""
+    if (site, kind) == ("west", "train") and "state" in reply.content:
+        values(lambda v: v * np.float32(1000), "buffers/bn1.running_var")(reply)
+    return reply
+
+
+def odd_parameters(site: str, kind: str, round: int, reply: Message) -> Message:
+    """West's parameters are too far from the broadcast."""
+    if (site, kind) == ("west", "train") and "state" in reply.content:
+        values(lambda v: v + np.float32(1e6))(reply)
+    return reply
+
+
+@pytest.mark.parametrize(("odd", "used"), [(odd_statistics, 3), (odd_parameters, 2)])
+def test_at_level_client_no_upload_decides_about_another(
+    odd: Meddle, used: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one site would move the sum by more than the clip. Sites' statistics are wild under real noise."""
+    lanes: list[int] = []
+    real = ClientPrivacy.mean
+
+    def seen(self: ClientPrivacy, uploads: State, *rest: Any) -> State:
+        lanes.append(uploads.lanes)
+        return real(self, uploads, *rest)
+
+    monkeypatch.setattr(ClientPrivacy, "mean", seen)
+    limits = {"min_sites": 3, "retries": 2, "quarantine": 1}
+    world = make_world(tmp_path, limits, **{**OF_CLIENTS, "privacy__clip": 1.0, "train__rounds": 4})
+    path, grid = run(world, meddle=odd)
+    assert json.loads((path / "summary.json").read_text())["round"] == 4
+    assert (len(lanes), lanes[0]) == (4, used)
+    asked = [(s, r) for d, s, k, r, _ in grid.log if (d, k) == ("down", "train")]
+    assert sorted(asked) == [(s, r) for s in SITES for r in range(4)]  # each once: no retry, and no quarantine
+    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    assert not [e for e in events if "statistics" in e["detail"] or e["event"] in ("quarantined", "short")]
 
 
 def test_a_damaged_ledger_stops_the_site(tmp_path: Path) -> None:
