@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from small import damage
 
 from flower.test_faults import values
 from flower.wire import SITES, Meddle, World, make_world, run
@@ -21,6 +22,10 @@ from perada.flower.personal import site_page
 from perada.flower.settings import Plan, ServerSettings
 from perada.flower.spending import FILE, SiteSpending
 from perada.lanes import State
+from perada.privacy import Privacy
+from perada.privacy.accountant import Step, epsilon
+from perada.privacy.ledger import Ledger
+from perada.privacy.spending import SPENT
 from perada.server.checks import Refused
 from perada.server.private import ClientPrivacy
 
@@ -121,16 +126,9 @@ def test_a_site_s_ledger_has_every_round_of_every_run(tmp_path: Path, capsys: py
 
 
 def test_an_answer_from_the_disk_costs_nothing_and_an_undone_round_stays_paid(tmp_path: Path) -> None:
-    class Killed(BaseException):
-        pass
-
-    def step(what: str, round: int) -> None:
-        if (what, round) == ("gathered", 1):
-            raise Killed
-
     world = make_world(tmp_path, **DP)
     with pytest.raises(Killed):
-        run(world, step=step)
+        run(world, step=kill("gathered", 1))
     assert steps(world, "west") == 2 * per_round(world, "west")
     run(world, resume=True)  # the server asks for the second round again
     assert world.trained()["west"] == 2
@@ -235,6 +233,87 @@ def test_at_level_client_no_upload_decides_about_another(
     assert sorted(asked) == [(s, r) for s in SITES for r in range(4)]  # each once: no retry, and no quarantine
     events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
     assert not [e for e in events if "statistics" in e["detail"] or e["event"] in ("quarantined", "short")]
+
+
+class Killed(BaseException):
+    """No handler of the code under test may see it."""
+
+
+def kill(what: str, round: int) -> Callable[[str, int], None]:
+    def step(*at: Any) -> None:
+        if at == (what, round):
+            raise Killed
+
+    return step
+
+
+def rounds_paid(path: Path) -> int:
+    """The rounds in the ledger of the newest checkpoint; every site has the same, and the summary's ε is of it."""
+    newest = max((path / "checkpoints").glob("round-*"))
+    spent = Ledger.read(json.loads((newest / "state.json").read_text())["note"]["memory"][SPENT])
+    (count,) = {sum(spent.of(site).values()) for site in SITES}
+    if (path / "summary.json").exists():
+        told = json.loads((path / "summary.json").read_text())["privacy"]["epsilon"]["per_client"]
+        assert told == {s: pytest.approx(spent.epsilon(s, Privacy("client", 2.0))) for s in SITES}
+    return count
+
+
+def test_at_level_client_undone_rounds_stay_paid(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **{**OF_CLIENTS, "train__rounds": 3})
+    path, _ = run(world)
+    assert rounds_paid(path) == 3
+    with pytest.raises(Killed):  # before another checkpoint is written
+        run(world, back=1, step=kill("gathered", 1))
+    run(world, resume=True)
+    assert rounds_paid(path) == 5
+    run(world, back=0)
+    assert rounds_paid(path) == 8
+    row = json.loads((path / "metrics.jsonl").read_text().splitlines()[0])
+    steps = {Step(3, 1.0, 3, 2.0): 6}
+    assert row["round"] == 1
+    assert row["epsilon"]["max"] == pytest.approx(epsilon(steps, 1e-5))
+
+
+def test_a_damaged_checkpoint_forgets_no_round_that_was_sent(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **{**OF_CLIENTS, "train__rounds": 3})
+    with pytest.raises(Killed):
+        run(world, step=kill("gathered", 2))
+    path = tmp_path / "state/runs/run"
+    damage(path / "checkpoints/round-0002/broadcast.safetensors", "one bit")
+    run(world, resume=True)
+    assert rounds_paid(path) == 4  # round 2 is trained again, from other noise
+
+
+def test_at_level_client_a_run_goes_on_with_the_ledger_of_the_one_before(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **OF_CLIENTS)
+    run(world)
+    with pytest.raises(Killed):
+        run(world, back=1, step=kill("gathered", 1))
+    more, _ = run(world, "more", start="run")
+    assert rounds_paid(more) == 2 + 2
+    again, _ = run(world, "again", start="more")
+    assert rounds_paid(again) == 4 + 2
+
+
+@pytest.mark.parametrize("level", ["none", "sample"])
+def test_at_level_client_no_run_goes_on_from_uploads_without_noise(level: str, tmp_path: Path) -> None:
+    plain = {**DP, "privacy__noise": 0.0 if level == "none" else 2.0, "train__rounds": 1}
+    run(make_world(tmp_path, **plain), "plain")
+    app._site.cache_clear()
+    world = make_world(tmp_path, **OF_CLIENTS)
+    with pytest.raises(InputError, match=r"continue-from: 'plain' was trained without Privacy.level=client"):
+        run(world, "more", start="plain")
+    assert not (tmp_path / "state/runs/more").exists()
+
+
+def test_a_damaged_ledger_of_the_server_is_one_line(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **OF_CLIENTS)
+    with pytest.raises(Killed):
+        run(world, step=kill("gathered", 1))
+    file = tmp_path / "state/runs/run/flower.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "spent": {"east": 3}}))
+    with pytest.raises(InputError, match=r"flower\.json is damaged: spent is not a ledger"):
+        run(world, resume=True)
 
 
 def test_a_damaged_ledger_stops_the_site(tmp_path: Path) -> None:

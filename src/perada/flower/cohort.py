@@ -87,8 +87,8 @@ class FlowerCohort:
     def apart(self) -> bool:
         """Whether nothing that a site uploads may decide what becomes of another's upload.
 
-        With differential privacy of clients one site moves the noisy sum by at most `Privacy.clip`. That bound would not
-        hold if a site could bring another one in or out. So an upload is compared with the broadcast alone, and a
+        With differential privacy of clients one site moves the noisy sum by at most `Privacy.clip`. That bound would
+        not hold if a site could bring another one in or out. So an upload is compared with the broadcast alone, and a
         refused one is a site without a part in the sum.
         """
         return self.experiment.privacy.of_clients
