@@ -240,7 +240,7 @@ class Experiment:
         """Ends the round at the server: the method proposes, the guard scores and chooses."""
         with self._timed():
             now, trained = self.now, self.taking_part()
-            uploads, memory, left_out = self._admit(uploads, bool(trained))
+            uploads, memory, left_out = self._admit(uploads, bool(trained) and not uploads.spent)
             if left_out:
                 self.cohort.left_out(left_out)
             report = uploads.report

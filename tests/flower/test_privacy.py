@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from small import damage
 from flower.test_faults import values
 from flower.wire import SITES, Meddle, World, make_world, run
 from perada.errors import Damaged, InputError
+from perada.experiment import PATIENCE
 from perada.flower import app
 from perada.flower.messages import flat
 from perada.flower.personal import site_page
@@ -166,6 +168,29 @@ def test_a_site_without_budget_says_so_and_the_training_ends(tmp_path: Path) -> 
     for site in SITES:
         of = spending(world, site)
         assert of.epsilon <= 2.0 < of.ledger().epsilon(site, of.privacy, of.spending.bill[site])
+
+
+def test_a_round_whose_sites_are_all_spent_has_no_uploads_and_the_others_go_on(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **{**DP, "train__rounds": 12, "train__cohort": 1})
+    for site in ("east", "north"):
+        settings(world, site, budget=0.01)
+    path, grid = run(world)
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    west = [r for d, s, k, r, _ in grid.log if (d, s, k) == ("down", "west", "train")]
+    assert max(b - a for a, b in pairwise([-1, *west, 12])) > PATIENCE  # more rounds in a row than may diverge
+    assert rows[-1]["round"] == 12
+    assert world.trained() == {"east": 0, "north": 0, "west": len(west)}
+    told = [e["site"] for e in map(json.loads, (path / "events.jsonl").read_text().splitlines()) if "spent" in str(e)]
+    assert sorted(told) == ["east", "north"]  # each is asked once, and the run does not end early
+
+
+def test_with_a_sampled_cohort_the_training_ends_when_every_site_is_spent(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **{**DP, "train__rounds": 40, "train__cohort": 1, "privacy__budget": 0.01})
+    path, _ = run(world)
+    assert json.loads((path / "summary.json").read_text())["round"] < 40
+    told = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    assert [e["site"] for e in told if "spent" in e["detail"]][-1] == ""
+    assert sorted(e["site"] for e in told if e["event"] == "refused") == list(SITES)
 
 
 def test_a_stricter_budget_of_a_site_counts_with_its_own_delta(tmp_path: Path) -> None:

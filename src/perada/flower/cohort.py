@@ -98,14 +98,10 @@ class FlowerCohort:
     def train(self, now: Moment, sampled: Sequence[int]) -> Uploads:
         evaluate, self.due = self.due, False
         cohort = [self.sites[m] for m in sampled]
-        try:
-            answers, refused = self._collect(now, "train", cohort, evaluate)
-        except RunError:
-            if not self.spent.issuperset(self.sites):
-                raise
+        answers, refused = self._collect(now, "train", cohort, evaluate)
+        if self.spent.issuperset(self.sites):
             self.diary.tell("", "ended", "every site's privacy budget is spent: nothing more is trained")
             self.experiment.stop()
-            return Uploads(State(), [], Report(absent=tuple(cohort)))
         trained = [s for s in cohort if s in answers and answers[s].kind == "train"]
         self.uploaded = [s for s in trained if answers[s].uploaded]
         uploads = [answers[s] for s in self.uploaded]
@@ -117,9 +113,9 @@ class FlowerCohort:
         )
         weights = self._weighed({s: answers[s].samples for s in self.uploaded}) if self.by_samples else None
         scores = self._scores(answers) if evaluate else None
-        return Uploads(
-            stack(*(a.upload for a in uploads)) if uploads else State(), self.uploaded, report, weights, scores=scores
-        )
+        states = stack(*(a.upload for a in uploads)) if uploads else State()
+        spent = self.spent.issuperset(cohort)
+        return Uploads(states, self.uploaded, report, weights, scores=scores, spent=spent)
 
     def _weighed(self, claims: dict[str, float]) -> list[float]:
         """Returns the samples of each site that uploaded. A claim that the rule cuts is reported once."""
@@ -263,8 +259,11 @@ class FlowerCohort:
         return site in answers and (answers[site].uploaded or not train)
 
     def _needed(self, now: Moment, kind: str, asked: Sequence[str]) -> int:
-        """Returns how many sites must have done their work; those in quarantine do not count as missing."""
-        if kind == "evaluate":
+        """Returns how many sites must have done their work; those in quarantine do not count as missing.
+
+        asked: the sites to train; none of those whose privacy budget is spent can.
+        """
+        if kind == "evaluate" or (kind == "train" and self.spent.issuperset(asked)):
             return 0
         gone = {s for s in self.sites if s in self.spent or self.diary.quarantine.holds(s, now.round)}
         sites = [s for s in asked if kind != "train" or s not in gone]
