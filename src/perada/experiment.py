@@ -138,6 +138,7 @@ class Experiment:
         self.now = Moment(0, server, broadcast, repeat(client, len(self.federation.clients)))
         self.seconds = 0.0
         self.client_privacy = ClientPrivacy(privacy, train.cohort, self.options.seed)
+        self._gathered: tuple[State, Uploads] | None = None  # what clients trained from and sent, until it is paid
         self._stop_at: int | None = None  # where `stop` ends the training before its planned last round
         self.test_data = self.federation if self.federation.clients else None  # what the global model is tested on
         self.mark: Callable[[str, int], None] = lambda what, round: None  # is told of every boundary inside a round
@@ -225,7 +226,10 @@ class Experiment:
         self.update(self.gather())
 
     def gather(self) -> Uploads:
-        """Returns the uploads of the next round's clients."""
+        """Returns the uploads of the next round's clients.
+
+        With differential privacy they train once: until `update`, another call returns the same uploads.
+        """
         if self.now.finished:
             raise ValueError("the method's last stage is done: reopen() before another round")
         if self.spending.over(self.now.memory):
@@ -233,14 +237,18 @@ class Experiment:
         clients = self.taking_part()
         if not clients:
             return Uploads(State(), (), Report())
+        if self._gathered is not None and self._gathered[0] is self.now.broadcast:
+            return self._gathered[1]
         with self._timed():
-            return self.cohort.train(self.now, clients)
+            uploads = self.cohort.train(self.now, clients)
+        self._gathered = (self.now.broadcast, uploads) if self.privacy.on else None
+        return uploads
 
     def update(self, uploads: Uploads) -> None:
         """Ends the round at the server: the method proposes, the guard scores and chooses."""
         with self._timed():
             now, trained = self.now, self.taking_part()
-            uploads, memory, left_out = self._admit(uploads, bool(trained))
+            uploads, memory, left_out = self._admit(uploads, bool(trained) and not uploads.spent)
             if left_out:
                 self.cohort.left_out(left_out)
             report = uploads.report
@@ -256,6 +264,7 @@ class Experiment:
                 memory=memory | self.spending.charged(now.memory, [self.clients[m] for m in trained]),
                 changed=now.changed | set(trained),
             )
+            self._gathered = None
 
     def _at_server(self, uploads: Uploads) -> tuple[State, State, dict[str, Any] | None]:
         """Returns the server's new state, the next broadcast, and what the distillation did."""

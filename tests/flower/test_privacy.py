@@ -5,26 +5,35 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from small import damage
 
-from flower.wire import SITES, World, make_world, run, write_server
+from flower.test_faults import values
+from flower.wire import SITES, Meddle, World, make_world, run, write_server
 from perada.errors import Damaged, InputError
+from perada.experiment import PATIENCE
 from perada.flower import app
 from perada.flower.client import handle
 from perada.flower.messages import Reply, Request, flat, message, read_reply
 from perada.flower.personal import site_page
 from perada.flower.settings import Plan, ServerSettings
 from perada.flower.spending import FILE, SiteSpending
-from perada.lanes import repeat
+from perada.lanes import State, repeat
+from perada.privacy import Privacy
+from perada.privacy.accountant import Step, epsilon
+from perada.privacy.ledger import Ledger
 from perada.privacy.mechanism import Mechanism
+from perada.privacy.spending import SPENT
 from perada.server.checks import Refused
+from perada.server.private import ClientPrivacy
 
 pytest.importorskip("dp_accounting")
 DP: dict[str, Any] = {
@@ -34,6 +43,7 @@ DP: dict[str, Any] = {
     "train__cohort": 0,
     "train__batch": 4,
 }
+OF_CLIENTS = {**DP, "privacy__level": "client", "train__aggregate": "mean", "privacy__clip": 0.001}
 
 KINDS = ("hello", "weights", "train", "score", "evaluate", "finish")
 
@@ -207,16 +217,9 @@ def test_a_site_s_ledger_has_every_round_of_every_run(tmp_path: Path, capsys: py
 
 
 def test_an_answer_from_the_disk_costs_nothing_and_an_undone_round_stays_paid(tmp_path: Path) -> None:
-    class Killed(BaseException):
-        pass
-
-    def step(what: str, round: int) -> None:
-        if (what, round) == ("gathered", 1):
-            raise Killed
-
     world = make_world(tmp_path, **DP)
     with pytest.raises(Killed):
-        run(world, step=step)
+        run(world, step=kill("gathered", 1))
     assert steps(world, "west") == 2 * per_round(world, "west")
     run(world, resume=True)  # the server asks for the second round again
     assert world.trained()["west"] == 2
@@ -254,6 +257,29 @@ def test_a_site_without_budget_says_so_and_the_training_ends(tmp_path: Path) -> 
     for site in SITES:
         of = spending(world, site)
         assert of.epsilon <= 2.0 < of.ledger().epsilon(site, of.privacy, of.spending.bill[site])
+
+
+def test_a_round_whose_sites_are_all_spent_has_no_uploads_and_the_others_go_on(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **{**DP, "train__rounds": 12, "train__cohort": 1})
+    for site in ("east", "north"):
+        settings(world, site, budget=0.01)
+    path, grid = run(world)
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    west = [r for d, s, k, r, _ in grid.log if (d, s, k) == ("down", "west", "train")]
+    assert max(b - a for a, b in pairwise([-1, *west, 12])) > PATIENCE  # more rounds in a row than may diverge
+    assert rows[-1]["round"] == 12
+    assert world.trained() == {"east": 0, "north": 0, "west": len(west)}
+    told = [e["site"] for e in map(json.loads, (path / "events.jsonl").read_text().splitlines()) if "spent" in str(e)]
+    assert sorted(told) == ["east", "north"]  # each is asked once, and the run does not end early
+
+
+def test_with_a_sampled_cohort_the_training_ends_when_every_site_is_spent(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **{**DP, "train__rounds": 40, "train__cohort": 1, "privacy__budget": 0.01})
+    path, _ = run(world)
+    assert json.loads((path / "summary.json").read_text())["round"] < 40
+    told = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    assert [e["site"] for e in told if "spent" in e["detail"]][-1] == ""
+    assert sorted(e["site"] for e in told if e["event"] == "refused") == list(SITES)
 
 
 def test_a_stricter_budget_of_a_site_counts_with_its_own_delta(tmp_path: Path) -> None:
@@ -347,9 +373,7 @@ def test_a_site_without_privacy_needs_no_library_for_its_ledger(
 
 
 def test_at_level_client_the_server_knows_epsilon_and_that_of_a_site_s_uploads_is_infinite(tmp_path: Path) -> None:
-    world = make_world(
-        tmp_path, **{**DP, "privacy__level": "client", "train__aggregate": "mean", "privacy__clip": 0.001}
-    )
+    world = make_world(tmp_path, **OF_CLIENTS)
     path, _ = run(world)
     epsilons = json.loads((path / "summary.json").read_text())["privacy"]["epsilon"]["per_client"]
     assert set(epsilons) == set(SITES)
@@ -376,6 +400,125 @@ def test_a_missing_ledger_of_runs_without_privacy_is_infinite(tmp_path: Path) ->
     run(world)
     ledger_file(world, "east").unlink()
     assert spending(world, "east").epsilon == math.inf
+
+
+def odd_statistics(site: str, kind: str, round: int, reply: Message) -> Message:
+    """West's variances are those of other images."""
+    if (site, kind) == ("west", "train") and "state" in reply.content:
+        values(lambda v: v * np.float32(1000), "buffers/bn1.running_var")(reply)
+    return reply
+
+
+def odd_parameters(site: str, kind: str, round: int, reply: Message) -> Message:
+    """West's parameters are too far from the broadcast."""
+    if (site, kind) == ("west", "train") and "state" in reply.content:
+        values(lambda v: v + np.float32(1e6))(reply)
+    return reply
+
+
+@pytest.mark.parametrize(("odd", "used"), [(odd_statistics, 3), (odd_parameters, 2)])
+def test_at_level_client_no_upload_decides_about_another(
+    odd: Meddle, used: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one site would move the sum by more than the clip. Sites' statistics are wild under real noise."""
+    lanes: list[int] = []
+    real = ClientPrivacy.mean
+
+    def seen(self: ClientPrivacy, uploads: State, *rest: Any) -> State:
+        lanes.append(uploads.lanes)
+        return real(self, uploads, *rest)
+
+    monkeypatch.setattr(ClientPrivacy, "mean", seen)
+    limits = {"min_sites": 3, "retries": 2, "quarantine": 1}
+    world = make_world(tmp_path, limits, **{**OF_CLIENTS, "privacy__clip": 1.0, "train__rounds": 4})
+    path, grid = run(world, meddle=odd)
+    assert json.loads((path / "summary.json").read_text())["round"] == 4
+    assert (len(lanes), lanes[0]) == (4, used)
+    asked = [(s, r) for d, s, k, r, _ in grid.log if (d, k) == ("down", "train")]
+    assert sorted(asked) == [(s, r) for s in SITES for r in range(4)]  # each once: no retry, and no quarantine
+    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    assert not [e for e in events if "statistics" in e["detail"] or e["event"] in ("quarantined", "short")]
+
+
+class Killed(BaseException):
+    """No handler of the code under test may see it."""
+
+
+def kill(what: str, round: int) -> Callable[[str, int], None]:
+    def step(*at: Any) -> None:
+        if at == (what, round):
+            raise Killed
+
+    return step
+
+
+def rounds_paid(path: Path) -> int:
+    """The rounds in the ledger of the newest checkpoint; every site has the same, and the summary's ε is of it."""
+    newest = max((path / "checkpoints").glob("round-*"))
+    spent = Ledger.read(json.loads((newest / "state.json").read_text())["note"]["memory"][SPENT])
+    (count,) = {sum(spent.of(site).values()) for site in SITES}
+    if (path / "summary.json").exists():
+        told = json.loads((path / "summary.json").read_text())["privacy"]["epsilon"]["per_client"]
+        assert told == {s: pytest.approx(spent.epsilon(s, Privacy("client", 2.0))) for s in SITES}
+    return count
+
+
+def test_at_level_client_undone_rounds_stay_paid(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **{**OF_CLIENTS, "train__rounds": 3})
+    path, _ = run(world)
+    assert rounds_paid(path) == 3
+    with pytest.raises(Killed):  # before another checkpoint is written
+        run(world, back=1, step=kill("gathered", 1))
+    run(world, resume=True)
+    assert rounds_paid(path) == 5
+    run(world, back=0)
+    assert rounds_paid(path) == 8
+    row = json.loads((path / "metrics.jsonl").read_text().splitlines()[0])
+    steps = {Step(3, 1.0, 3, 2.0): 6}
+    assert row["round"] == 1
+    assert row["epsilon"]["max"] == pytest.approx(epsilon(steps, 1e-5))
+
+
+def test_a_damaged_checkpoint_forgets_no_round_that_was_sent(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **{**OF_CLIENTS, "train__rounds": 3})
+    with pytest.raises(Killed):
+        run(world, step=kill("gathered", 2))
+    path = tmp_path / "state/runs/run"
+    damage(path / "checkpoints/round-0002/broadcast.safetensors", "one bit")
+    run(world, resume=True)
+    assert rounds_paid(path) == 4  # round 2 is trained again, from other noise
+
+
+def test_at_level_client_a_run_goes_on_with_the_ledger_of_the_one_before(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **OF_CLIENTS)
+    run(world)
+    with pytest.raises(Killed):
+        run(world, back=1, step=kill("gathered", 1))
+    more, _ = run(world, "more", start="run")
+    assert rounds_paid(more) == 2 + 2
+    again, _ = run(world, "again", start="more")
+    assert rounds_paid(again) == 4 + 2
+
+
+@pytest.mark.parametrize("level", ["none", "sample"])
+def test_at_level_client_no_run_goes_on_from_uploads_without_noise(level: str, tmp_path: Path) -> None:
+    plain = {**DP, "privacy__noise": 0.0 if level == "none" else 2.0, "train__rounds": 1}
+    run(make_world(tmp_path, **plain), "plain")
+    app._site.cache_clear()
+    world = make_world(tmp_path, **OF_CLIENTS)
+    with pytest.raises(InputError, match=r"continue-from: 'plain' was trained without Privacy.level=client"):
+        run(world, "more", start="plain")
+    assert not (tmp_path / "state/runs/more").exists()
+
+
+def test_a_damaged_ledger_of_the_server_is_one_line(tmp_path: Path) -> None:
+    world = make_world(tmp_path, **OF_CLIENTS)
+    with pytest.raises(Killed):
+        run(world, step=kill("gathered", 1))
+    file = tmp_path / "state/runs/run/flower.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "spent": {"east": 3}}))
+    with pytest.raises(InputError, match=r"flower\.json is damaged: spent is not a ledger"):
+        run(world, resume=True)
 
 
 def test_a_damaged_ledger_stops_the_site(tmp_path: Path) -> None:

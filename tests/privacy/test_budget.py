@@ -190,3 +190,13 @@ def test_a_missing_accountant_is_said_before_anything_is_trained(
     with pytest.raises(InputError, match=r"pip install 'perada\[dp\]'"):
         train(tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_clients_train_a_round_once_however_often_it_is_gathered() -> None:
+    exp = build(small(**{**DP, "train__cohort": 2}))
+    first = exp.gather()
+    assert exp.gather() is first  # the very same noise
+    exp.update(first)
+    for name, paid in ledger_in(exp.now.memory).spent.items():
+        assert paid == exp.spending.bill[name]
+    assert exp.gather() is not first

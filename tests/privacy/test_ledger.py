@@ -55,6 +55,13 @@ def test_rounds_with_another_noise_are_composed() -> None:
     assert max(alone) < both.epsilon("north", PRIVACY) < sum(alone) + 1
 
 
+def test_of_two_moments_the_later_one_counts() -> None:
+    """In whatever order they are given; a step that only one of them has stays."""
+    early, late = Ledger().charged(bills()), Ledger().charged(bills(rounds=3)).charged(bills(noise=3.0))
+    assert early.joined(late) == late.joined(early) == late
+    assert Ledger().joined(early) == early.joined(Ledger()) == early.joined(early) == early
+
+
 def test_a_written_ledger_is_the_same_when_it_is_read() -> None:
     ledger = Ledger().charged(bills(rounds=3)).charged(bills(noise=0.7))
     assert Ledger.read(json.loads(json.dumps(ledger.as_note()))) == ledger

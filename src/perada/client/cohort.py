@@ -52,6 +52,7 @@ class Uploads:
     weights: Sequence[float] | None = None  # samples per client, if the mean is weighted
     kept: State | None = None  # what all clients keep now, if they are on this machine
     scores: Mapping[str, Scores] | None = None  # of the broadcast, if they came with the uploads
+    spent: bool = False  # whether nobody could train: the privacy budget of every sampled site is spent
 
     @property
     def clients(self) -> int:

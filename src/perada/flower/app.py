@@ -29,6 +29,8 @@ from ..config import build
 from ..errors import InputError, RunError
 from ..experiment import Experiment
 from ..lanes.machine import device_of
+from ..privacy.ledger import Ledger
+from ..privacy.spending import SPENT, ledger_in
 from ..runs.files import locked
 from ..runs.folder import RunFolder
 from ..runs.moment import Checkpoint, Progress
@@ -188,6 +190,8 @@ def _restore(experiment: Experiment, folder: RunFolder, diary: Diary) -> None:
         end = ending(diary.settings, diary.start)
         _begin_from(experiment, end)
         diary.start_round = end.round
+    if experiment.privacy.of_clients:
+        _remember(experiment, diary.spent)
 
 
 def _begin_from(experiment: Experiment, end: Checkpoint) -> None:
@@ -195,6 +199,15 @@ def _begin_from(experiment: Experiment, end: Checkpoint) -> None:
     if (shapes_of(server), shapes_of(broadcast)) != (shapes_of(now.server), shapes_of(now.broadcast)):
         raise InputError("continue-from: that run's state is another method's or model's: start without it")
     experiment.now = replace(now, server=server, broadcast=broadcast)
+    if experiment.privacy.of_clients:
+        _remember(experiment, ledger_in(end.note["memory"]))
+
+
+def _remember(experiment: Experiment, spent: Ledger) -> None:
+    """Goes on with what was spent before: noisy models of undone rounds, and of the run that this one continues."""
+    now = experiment.now
+    if (ledger := ledger_in(now.memory).joined(spent)).spent:
+        experiment.now = replace(now, memory=now.memory | {SPENT: ledger.as_note()})
 
 
 class Log(Callback):
@@ -207,6 +220,7 @@ class Log(Callback):
         self.experiment, self.first = experiment, experiment.now.round
 
     def round(self, progress: Progress) -> None:
+        self.diary.spent = ledger_in(self.experiment.now.memory)
         if progress.round < progress.rounds:
             self.diary.status("running", progress.round)
         if progress.round > self.first:

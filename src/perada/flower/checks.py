@@ -20,9 +20,13 @@ def why_not(error: Exception) -> str:
     return in_keys(str(error)) if isinstance(error, Refused) else f"it cannot be read ({type(error).__name__})"
 
 
-def checked_upload(content: RecordDict, reference: State, bound: float) -> State:
-    """Returns a site's upload if it is what the method declares and its values can be believed."""
+def checked_upload(content: RecordDict, reference: State, bound: float, statistics: bool = True) -> State:
+    """Returns a site's upload if it is what the method declares and its values can be believed.
+
+    statistics: whether its running statistics are used; the reference's replace them otherwise.
+    """
     upload = unpack(content, reference, finite=False)
+    upload = upload if statistics else State(upload.params, dict(reference.buffers))
     check_upload_values(upload, reference, bound)
     return upload
 

@@ -83,19 +83,25 @@ class FlowerCohort:
     def names(self) -> tuple[str, ...]:
         return self.sites
 
+    @property
+    def apart(self) -> bool:
+        """Whether nothing that a site uploads may decide what becomes of another's upload.
+
+        With differential privacy of clients one site moves the noisy sum by at most `Privacy.clip`. That bound would
+        not hold if a site could bring another one in or out. So an upload is compared with the broadcast alone, and a
+        refused one is a site without a part in the sum.
+        """
+        return self.experiment.privacy.of_clients
+
     # What the experiment asks for
 
     def train(self, now: Moment, sampled: Sequence[int]) -> Uploads:
         evaluate, self.due = self.due, False
         cohort = [self.sites[m] for m in sampled]
-        try:
-            answers, refused = self._collect(now, "train", cohort, evaluate)
-        except RunError:
-            if not self.spent.issuperset(self.sites):
-                raise
+        answers, refused = self._collect(now, "train", cohort, evaluate)
+        if self.spent.issuperset(self.sites):
             self.diary.tell("", "ended", "every site's privacy budget is spent: nothing more is trained")
             self.experiment.stop()
-            return Uploads(State(), [], Report(absent=tuple(cohort)))
         trained = [s for s in cohort if s in answers and answers[s].kind == "train"]
         self.uploaded = [s for s in trained if answers[s].uploaded]
         uploads = [answers[s] for s in self.uploaded]
@@ -107,9 +113,9 @@ class FlowerCohort:
         )
         weights = self._weighed({s: answers[s].samples for s in self.uploaded}) if self.by_samples else None
         scores = self._scores(answers) if evaluate else None
-        return Uploads(
-            stack(*(a.upload for a in uploads)) if uploads else State(), self.uploaded, report, weights, scores=scores
-        )
+        states = stack(*(a.upload for a in uploads)) if uploads else State()
+        spent = self.spent.issuperset(cohort)
+        return Uploads(states, self.uploaded, report, weights, scores=scores, spent=spent)
 
     def _weighed(self, claims: dict[str, float]) -> list[float]:
         """Returns the samples of each site that uploaded. A claim that the rule cuts is reported once."""
@@ -227,7 +233,7 @@ class FlowerCohort:
                 for site in (s for s, a in answers.items() if a.uploaded):
                     self.diary.quarantine.accept(site)
             refused |= {s: why for s, why in bad.items() if s in messages}
-            done = [s for s in asked if s in answers and (answers[s].uploaded or not train)]
+            done = [s for s in asked if self._is_done(s, answers, train)]
             needed = self._needed(now, kind, asked)  # an upload may just have put its site in quarantine
             if len(done) >= needed:
                 return answers, refused
@@ -246,9 +252,18 @@ class FlowerCohort:
             problem += f"; {why}: {', '.join(sites)}" if sites else ""
         raise RunError(problem, RESUME)
 
+    def _is_done(self, site: str, answers: Answers, train: bool) -> bool:
+        """Returns whether a site did its work. Where sites are kept apart it need not be good: others are not asked."""
+        if self.apart and train:
+            return site in answers or site in self.distrusted
+        return site in answers and (answers[site].uploaded or not train)
+
     def _needed(self, now: Moment, kind: str, asked: Sequence[str]) -> int:
-        """Returns how many sites must have done their work; those in quarantine do not count as missing."""
-        if kind == "evaluate":
+        """Returns how many sites must have done their work; those in quarantine do not count as missing.
+
+        asked: the sites to train; none of those whose privacy budget is spent can.
+        """
+        if kind == "evaluate" or (kind == "train" and self.spent.issuperset(asked)):
             return 0
         gone = {s for s in self.sites if s in self.spent or self.diary.quarantine.holds(s, now.round)}
         sites = [s for s in asked if kind != "train" or s not in gone]
@@ -259,6 +274,8 @@ class FlowerCohort:
 
     def _unlike(self, now: Moment, answers: Answers) -> dict[str, str]:
         """Removes the uploads that are absurd beside the others' (`unlike_others`); returns why."""
+        if self.apart:
+            return {}
         found = self._compared({s: a.upload for s, a in answers.items() if a.upload.lanes}, self._expected(now))
         for site, why in found.items():
             del answers[site]
@@ -296,7 +313,10 @@ class FlowerCohort:
         return answers, refused
 
     def _not_in_quarantine(self, now: Moment, cohort: Sequence[str]) -> list[str]:
-        asked, back = self.diary.quarantine.split([s for s in cohort if s not in self.spent], now.round)
+        able = [s for s in cohort if s not in self.spent]
+        if self.apart:  # who is asked although it is in quarantine depends on the others'
+            return able
+        asked, back = self.diary.quarantine.split(able, now.round)
         for site in back:
             self.diary.tell(site, "returned", "it is asked to train again after its quarantine")
         return asked
@@ -309,7 +329,7 @@ class FlowerCohort:
         if kind != "train" or believed:
             return
         self.distrusted.add(site)
-        if self.diary.quarantine.refuse(site, now.round):
+        if not self.apart and self.diary.quarantine.refuse(site, now.round):
             many = len(self.diary.quarantine.refused[site])
             self.diary.tell(site, "quarantined", f"{many} refused uploads in a row: not asked for {PAUSE} rounds")
         self.diary.status("running", now.round)
@@ -332,7 +352,7 @@ class FlowerCohort:
         if reply.failed and request.kind == "train":  # an older site sends its last finite state, which is not used
             self.diary.tell(site, "diverged", "its training stopped being finite: it has no upload in this round")
         elif request.kind == "train":
-            answer.upload = checked_upload(content, self._expected(now), self.limits.norm_bound)
+            answer.upload = checked_upload(content, self._expected(now), self.limits.norm_bound, not self.apart)
             if self.by_samples:
                 answer.samples = sample_count(answer.numbers.get("samples"), self.limits.max_samples)
         if request.kind == "score":

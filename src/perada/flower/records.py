@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -14,6 +14,8 @@ from ..config import resolve
 from ..config.settings import OF_SERVER, RULES, different
 from ..errors import Damaged, InputError
 from ..inputs import printable
+from ..privacy.ledger import Ledger
+from ..privacy.spending import SPENT, ledger_in
 from ..runs.files import read_object, write_atomic
 from ..runs.folder import RunFolder
 from ..runs.moment import Checkpoint
@@ -35,6 +37,7 @@ class Diary:
     round: int = 0
     changed: str = ""  # a line about a setting that is another one now than when the run began
     undone: tuple[int, ...] = ()  # the rounds to which the run went back, one after another
+    spent: Ledger = field(default_factory=Ledger)  # by the sites, at level client; undone rounds stay in it
     quarantine: Quarantine = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,6 +80,7 @@ class Diary:
             "start_round": self.start_round,
             "undone": list(self.undone),
             "quarantine": self.quarantine.refused,
+            "spent": self.spent.as_note(),
             "round": round,
             "status": status,
             "error": error,
@@ -121,6 +125,7 @@ def _resumed(path: Path, settings: ServerSettings, note: dict[str, Any], changed
         raise Damaged(f"{path / 'flower.json'} is damaged: undone does not list rounds")
     diary.undone = tuple(undone)
     diary.quarantine.load(note.get("quarantine", {}), str(path / "flower.json"))
+    diary.spent = _spent(note, path)
     return diary
 
 
@@ -128,8 +133,11 @@ def go_back(folder: RunFolder, diary: Diary, round: int) -> None:
     """Undoes all that came after so many rounds; the sites learn of it with the next request.
 
     The checkpoints go first: if this is interrupted, the sites refuse what does not follow from what they have, and
-    the same command can be given again.
+    the same command can be given again. What was spent is written down before: those models have been sent.
     """
+    if diary.settings.config.privacy.of_clients and (newest := folder.load()[0]) is not None:
+        diary.spent = diary.spent.joined(ledger_in(newest.note.get("memory", {})))
+        diary.status("running", diary.round)
     folder.undo(round)
     diary.undone += (round,)
     diary.quarantine.undo(round)
@@ -138,12 +146,33 @@ def go_back(folder: RunFolder, diary: Diary, round: int) -> None:
 
 
 def ending(settings: ServerSettings, run: str) -> Checkpoint:
-    """Returns the newest checkpoint of a run, by its id."""
+    """Returns the newest checkpoint of a run, by its id, with all that the run has spent.
+
+    With differential privacy of clients it must have a ledger. Else its model holds uploads without noise.
+    """
     name = run.rpartition("-")[0]
-    saved, _ = RunFolder(settings.runs() / name).load()
-    if saved is None or _note(settings.runs() / name).get("run") != run:
+    path = settings.runs() / name
+    saved, _ = RunFolder(path).load()
+    if saved is None or (note := _note(path)).get("run") != run:
         raise InputError(f"continue-from: {name!r} has no finished round in {settings.runs()}")
-    return saved
+    if not settings.config.privacy.of_clients:
+        return saved
+    memory = saved.note.get("memory", {})
+    spent = ledger_in(memory).joined(_spent(note, path))
+    if not spent.spent:
+        raise InputError(
+            f"continue-from: {name!r} was trained without Privacy.level=client, so its model is not private: "
+            "start without it"
+        )
+    return replace(saved, note={**saved.note, "memory": {**memory, SPENT: spent.as_note()}})
+
+
+def _spent(note: dict[str, Any], path: Path) -> Ledger:
+    """Returns the ledger of a flower.json; an older version wrote none."""
+    try:
+        return Ledger.read(note.get("spent", {}))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise Damaged(f"{path / 'flower.json'} is damaged: spent is not a ledger") from error
 
 
 def _data(settings: ServerSettings) -> dict[str, Any]:

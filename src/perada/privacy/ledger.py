@@ -30,6 +30,11 @@ class Ledger:
         """Returns the ledger after these clients have spent these steps, too."""
         return Ledger({**self.spent, **{name: together(self.of(name), steps) for name, steps in bills.items()}})
 
+    def joined(self, other: Ledger) -> Ledger:
+        """Returns the greater count of every step: of two ledgers of one training, that of its later moment."""
+        names = dict.fromkeys((*self, *other))
+        return Ledger({n: _greater(self.of(n), other.of(n)) for n in names})
+
     def epsilon(self, client: str, privacy: Privacy, bill: Steps | None = None) -> float:
         """Returns a client's ε so far; with a bill, what it would be after paying that."""
         return epsilon(together(self.of(client), bill or {}), privacy.delta, privacy.accountant)
@@ -51,6 +56,10 @@ class Ledger:
         Raises ValueError, TypeError or AttributeError for what it does not write.
         """
         return cls({str(name): dict(_entry(*row) for row in rows) for name, rows in note.items()})
+
+
+def _greater(one: Steps, other: Steps) -> Steps:
+    return {step: max(one.get(step, 0), other.get(step, 0)) for step in dict.fromkeys((*one, *other))}
 
 
 def _entry(samples: Any, probability: Any, most: Any, noise: Any, count: Any) -> tuple[Step, int]:
