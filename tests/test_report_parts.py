@@ -178,6 +178,15 @@ def test_the_chosen_round_is_the_best_on_validation_data_and_the_first_of_equals
     assert choices([fake("perada", rows)], above=1).above is None
 
 
+def test_runs_of_unlike_settings_are_not_averaged() -> None:
+    runs = [fake("perada", history((9.0, 1.0, 1.0))), fake("perada", history((9.0, 3.0, 3.0)))]
+    found = choices(runs, labels=["perada (a)", "perada (b)"]).rows
+    assert [(one.method, one.every["local_test"]) for one in found if one.which == "last"] == [
+        ("perada (a)", 1.0),
+        ("perada (b)", 3.0),
+    ]
+
+
 def test_a_method_without_validation_data_has_its_last_round_alone() -> None:
     rows = [Evaluation(1, {"local_test": Scores({"a": 1.0, "b": 2.0})})]
     (one,) = choices([fake("standalone", rows)]).rows

@@ -91,17 +91,18 @@ def _span(rounds: Sequence[int]) -> str:
     return f"{rounds[0]}" if len(set(rounds)) == 1 else f"{min(rounds)}–{max(rounds)}"
 
 
-def choices(runs: Sequence[Run], above: int | None = None) -> Choices:
+def choices(runs: Sequence[Run], above: int | None = None, labels: Sequence[str] = ()) -> Choices:
     """Returns two rows per method: its last round, and the one that validation data choose.
 
+    labels: of the runs; runs of one label are seeds of the same settings. By default the methods' names.
     above: training images from which a client counts as large; by default the clients' median.
     """
     sizes = {name: one[0] for name, one in runs[0].folder.about().get("clients", {}).items()}
     least = int(np.median(list(sizes.values()) or [0])) if above is None else above
     large = [name for name, size in sizes.items() if size >= least]
     found: dict[str, list[list[Evaluation]]] = {}
-    for run in runs:
-        found.setdefault(run.config.method_name, []).append(run.folder.evaluations())
+    for run, label in zip(runs, labels or [run.config.method_name for run in runs], strict=True):
+        found.setdefault(label, []).append(run.folder.evaluations())
     names = [*(n for n in REGISTRY if n in found), *(n for n in found if n not in REGISTRY)]
     rows = []
     for name in names:

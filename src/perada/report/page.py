@@ -85,7 +85,8 @@ def _scores(runs: Sequence[Run], facts: Sequence[Facts], groups: Sequence[Group]
     """Returns what the page says in numbers."""
     several, unit = len(groups) > 1, common(f.unit for f in facts)
     alike = len(facts) > 1 and len({(f.data, f.unit) for f in facts}) == 1
-    finished = [run for run, f in zip(runs, facts, strict=True) if f.rows]
+    label_of = {id(member): g.label for g in groups for member in g.members}
+    finished = [(run, label_of[id(f)]) for run, f in zip(runs, facts, strict=True) if f.rows]
     return {
         "title": f"{f'{len(facts)} runs' if len(facts) > 1 else facts[0].label} on {common(f.data for f in facts)}",
         "runs": facts,
@@ -100,7 +101,9 @@ def _scores(runs: Sequence[Run], facts: Sequence[Facts], groups: Sequence[Group]
         "splits": SPLITS,
         "alike": alike and several,
         "places": {n: _places(groups, n) if alike and several else [""] * len(groups) for n in SPLITS},
-        "choices": choices(finished) if finished and len({f.data for f in facts}) == 1 else None,
+        "choices": choices([r for r, _ in finished], labels=[label for _, label in finished])
+        if finished and len({f.data for f in facts}) == 1
+        else None,
         "numbers": [("local_val", "Local-validation"), *((n, title) for n, (title, _) in PERSONAL.items())],
     }
 
