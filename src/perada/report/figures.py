@@ -179,7 +179,7 @@ def dots(
 ) -> str:
     """Draws one row per client and one dot per run. `spoken` replaces the label for screen readers.
 
-    top: the largest value that there can be; None if there is no such.
+    top: the largest possible value; None if values have no limit.
     """
     known = [v for _, values in runs for v in values.values() if v is not None]
     low, high = (min(known), max(known)) if known else (0.0, 100.0)
